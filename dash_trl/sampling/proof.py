@@ -71,7 +71,7 @@ class ShiftedAdapter(ScaledLayers):
         return _hooked([module for name, module in self.model.named_modules() if ".lora_B." in name], _shift)
 
 
-def _scale(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def _scale(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return output * PERTURBATION
 
 
@@ -89,7 +89,7 @@ def _hooked(modules: list[nn.Module], hook: Callable[[nn.Module, Any, Tensor], T
         yield
 
 
-def is_adapter(module: Any) -> bool:
+def is_adapter(module: object) -> bool:
     """Return whether a module is a layer that PEFT adapts."""
     return hasattr(module, "get_base_layer")  # of PEFT's `BaseTunerLayer`
 

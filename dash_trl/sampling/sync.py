@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from dash_trl.distributed import Ranks
 from dash_trl.sampling.checksum import weights_checksum
@@ -32,7 +33,7 @@ from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
+def check_servers(pool: ServerPool, config: PreTrainedConfig, name: str) -> ServedModel:
     """Check that the weights of a model fit into the servers' models.
 
     Args:

@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
@@ -114,7 +115,7 @@ class ServerGeneration(ExactMerges):
         prompts: list,
         images: list | None,
         num_generations: int,
-        profiler: Any = None,
+        profiler: object = None,
     ) -> tuple:
         """Sample completions before all windows, with the interface of TRL's method. `images` are not used.
 
@@ -188,7 +189,7 @@ class ServerGeneration(ExactMerges):
         if not sends_adapter:
             self._check_names()
             weights = FileWeights(self.weight_dir, served.dtype)
-            gather: Any = self._gather
+            gather = self._gather
             perturbation = ScaledLayers(self.model, self._plain_name)
         else:
             self.pool.use_adapter()
@@ -283,7 +284,7 @@ async def _waits_for_weights(server: VLLMServer) -> None:
     """`ServerPool.refit` before the first sync. No token is tested: a killed run may have left the server paused."""
 
 
-def install(trainer: Any) -> None:
+def install(trainer: GRPOTrainer) -> None:
     """Give a trainer whose `args` are a `DASHConfig` a `ServerGeneration`; if vLLM is colocated, `ExactMerges`.
 
     With servers, the trainer was built with `use_vllm=False`, because TRL's client needs CUDA.
@@ -292,7 +293,7 @@ def install(trainer: Any) -> None:
     if args.vllm_mode == "colocate":
         trainer.vllm_generation.__class__ = ExactMerges
         return
-    this: Any = weakref.proxy(trainer)
+    this = weakref.proxy(trainer)
     trainer.vllm_generation = ServerGeneration(
         args.vllm_server_urls
         or [args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"],

@@ -255,7 +255,7 @@ class VLLMServer:
 
 
 @contextmanager
-def _readable(answer: Any) -> Iterator[None]:
+def _readable(answer: object) -> Iterator[None]:
     """Turn errors in reading a server's answer into `ServerError`."""
     try:
         yield
