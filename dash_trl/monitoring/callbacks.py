@@ -5,10 +5,9 @@ import math
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from dash_trl.monitoring.plots import plot_run
@@ -22,7 +21,7 @@ TABLE = {
 }
 
 
-def monitor(trainer: Any) -> None:
+def monitor(trainer: Trainer) -> None:
     """Show the reward and the share of survivors in the progress bar, and write `metrics.jsonl` and `run.png`.
 
     The files are in the trainer's `output_dir`, that of any trainer of Transformers or TRL. In a notebook, the table of
@@ -71,7 +70,7 @@ class RewardTableCallback(TrainerCallback):
             lines of these only.
     """
 
-    def __init__(self, shown: Any):
+    def __init__(self, shown: TrainerCallback):
         self.shown = shown
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:

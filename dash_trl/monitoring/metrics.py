@@ -257,10 +257,12 @@ class PassMetrics:
     def __init__(self, *, per_row: bool):
         self.per_row = per_row
         self.passes = 0
-        self._taken: list[tuple[Mapping[str, Sequence[Any]], Pass, float, bool]] = []
+        self._taken: list[tuple[Mapping[str, Sequence[Tensor | float]], Pass, float, bool]] = []
         self._zeros: dict[str, float] = {}  # the names so far: the shares of a step without a pass are logged as 0
 
-    def take(self, figures: Mapping[str, Sequence[Any]], one: Pass, loss_scale: float, *, per_token: bool) -> None:
+    def take(
+        self, figures: Mapping[str, Sequence[Tensor | float]], one: Pass, loss_scale: float, *, per_token: bool
+    ) -> None:
         """Keep the figures of a pass that TRL's loss has logged: name → one number or 0-dimensional tensor."""
         self.passes += 1
         self.per_row &= not per_token
@@ -297,7 +299,7 @@ class PassMetrics:
         return found
 
 
-def _read(values: Sequence[Any]) -> list[float]:
+def _read(values: Sequence[Tensor | float]) -> list[float]:
     tensors = [one for one in values if isinstance(one, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(read) if isinstance(one, Tensor) else one for one in values]
