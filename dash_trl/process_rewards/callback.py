@@ -85,17 +85,17 @@ class ProcessRewardCallback(DASHCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if args.reward_pipeline:  # type: ignore[attr-defined]
+        if args.reward_pipeline:
             raise ValueError(
                 "reward_pipeline=True with a ProcessRewardCallback: its figures and checks are of whole windows, but "
                 "the groups of a window would come one after the other. Leave one of the two out."
             )
-        rows = args.per_device_train_batch_size * args.steps_per_generation  # type: ignore[attr-defined]
-        if rows % args.num_generations:  # type: ignore[attr-defined]
+        rows = args.per_device_train_batch_size * args.steps_per_generation
+        if rows % args.num_generations:
             raise ValueError(
                 f"ProcessRewardCallback needs whole groups, but a process has {rows} completions "
                 "(per_device_train_batch_size x steps_per_generation), which is not a multiple of num_generations="
-                f"{args.num_generations}: change one of these options."  # type: ignore[attr-defined]
+                f"{args.num_generations}: change one of these options."
             )
         tokenizer = kwargs["processing_class"]  # of a multimodal model: its processor
         self._segmenter = Segmenter(getattr(tokenizer, "tokenizer", tokenizer), **self._episodes)

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dash_trl.rewards import ANSWER_BEGINS
@@ -65,7 +65,7 @@ class Episodes:
         return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]
 
 
-def token_bytes(tokenizer: Any) -> dict[int, bytes]:
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """Return token id → bytes of its text, for a fast tokenizer: byte-level BPE (Qwen, Llama 3) or SentencePiece."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -115,7 +115,7 @@ class Segmenter:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         markers: Markers = EPISODE_MARKERS,
         max_episode_tokens: int = 256,

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from trl import GRPOTrainer
@@ -56,7 +55,7 @@ class MonteCarloValue:
     def __init__(self, num_rollouts: int = 9):
         self.num_rollouts = num_rollouts
 
-    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+    def __call__(self, requests: Sequence[ValueRequest], trainer: GRPOTrainer) -> list[list[float]]:
         has_function = trainer.rollout_func is not None and any(request.own is not None for request in requests)
         if trainer._conversations is not None or has_function:
             raise ValueError(
@@ -84,7 +83,7 @@ class MonteCarloValue:
                 means[prefix.rank, prefix.row, prefix.boundary] = mean
         return [[means[rank, row, boundary] for boundary in request.boundaries] for row, request in enumerate(requests)]
 
-    def _calls(self, prefixes: list[_Prefix], trainer: Any) -> Iterator[tuple[list[_Prefix], list[_Prefix]]]:
+    def _calls(self, prefixes: list[_Prefix], trainer: GRPOTrainer) -> Iterator[tuple[list[_Prefix], list[_Prefix]]]:
         """Cut all ranks' prefixes into calls; yield the prefixes of each call, and those that this rank continues.
 
         Prefixes with a similar `room` share a call, which takes as long as its longest row; without room, none is
@@ -99,7 +98,7 @@ class MonteCarloValue:
                 call += call[-1:] * (-len(call) % ranks)
                 yield call, call[trainer.ranks.own(len(call) // ranks)]
 
-    def _continuations(self, rows: list[_Prefix], longest: int, trainer: Any) -> list[list[int]]:
+    def _continuations(self, rows: list[_Prefix], longest: int, trainer: GRPOTrainer) -> list[list[int]]:
         """Return the token ids of one continuation of each row, which may be longer than the row's `room`."""
         if not longest:
             return [[] for _ in rows]
@@ -110,14 +109,16 @@ class MonteCarloValue:
             return trainer._generate_single_turn(ids, None, {}, self.num_rollouts)[0]
 
 
-def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
+def _room(request: ValueRequest, boundary: int, trainer: GRPOTrainer) -> int:
     """Return how many tokens may follow a boundary within `max_completion_length` and the model's context."""
     contexts = [length for length in (context_of(trainer.model.config), trainer.args.vllm_max_model_length) if length]
     left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
     return max(0, min(left) - boundary)
 
 
-def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
+def _rewards(
+    trainer: GRPOTrainer, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int
+) -> torch.Tensor:
     """Return the rewards [N, F] of all ranks' completions, computed as TRL does; NaN = not applicable."""
     examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]
@@ -125,7 +126,7 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
     completions = decoded(trainer._tokenizer, prompts, prompt_ids, completion_ids)
 
     # What reward functions log here is dropped, because it would distort the figures of training.
-    dropped: dict[str, Any] = {"_pending_extra_logs": defaultdict(list), "_pending_metrics": defaultdict(list)}
+    dropped: dict[str, object] = {"_pending_extra_logs": defaultdict(list), "_pending_metrics": defaultdict(list)}
     with with_settings(trainer, dropped):
         ask = partial(GRPOTrainer._calculate_rewards, trainer)
         return trainer._run.rewards.of_all(

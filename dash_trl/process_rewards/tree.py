@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from dash_trl.update import (
     TreeShape,
@@ -66,7 +66,7 @@ def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     return -torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
 
 
-def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
+def tree_log_probs(model: Any, base_model: PreTrainedModel, trees: Sequence[Tree]) -> list[list[list[float]]]:
     """Return log P of the scored tokens, [tree][branch][token], from one pass over the packed trees, at temperature 1.
 
     Args:
@@ -112,7 +112,7 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
 
 
-def tree_flaw(model: Any, base_model: Any) -> str | None:
+def tree_flaw(model: Any, base_model: PreTrainedModel) -> str | None:
     """Return why a model's tree passes are wrong, or None; see `isolation_flaw`.
 
     The model is in evaluation mode. The test is a collective under ZeRO-3 and FSDP, as each model pass is.

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dash_trl.process_rewards.episodes import check_escapes
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
@@ -81,7 +82,7 @@ class ValueEstimator(Protocol):
         """
 
 
-def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any) -> list[list[float]]:
+def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: object) -> list[list[float]]:
     """Return the values of a value estimator as lists of floats; NaN = missing.
 
     Raises:
@@ -138,14 +139,17 @@ class AnswerLogProbValue:
         check_escapes("force_prompt", self.force_prompt or "")
         if self.space not in ("log", "probability"):
             raise ValueError(f"space={self.space!r} is unknown: use 'log' or 'probability'.")
-        self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why its tree passes are wrong
+        # Model → why its tree passes are wrong.
+        self._flaws: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         trees = trainer.ranks.agree(self._trees, requests, trainer._tokenizer)
         with trainer.accelerator.autocast():
             return self._valued(requests, trees, trainer.model, trainer.ranks.largest)
 
-    def score(self, requests: Sequence[ValueRequest], model: Any, tokenizer: Any) -> list[list[float]]:
+    def score(
+        self, requests: Sequence[ValueRequest], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> list[list[float]]:
         """Return the values with any model and tokenizer, without a trainer: one list per request; NaN = missing.
 
         Args:
@@ -185,10 +189,10 @@ class AnswerLogProbValue:
                     branches[i] += log_probs
         return [self._values(one, request) for one, request in zip(branches, requests, strict=True)]
 
-    def _trees(self, requests: Iterable[ValueRequest], tokenizer: Any) -> list[Tree]:
+    def _trees(self, requests: Iterable[ValueRequest], tokenizer: PreTrainedTokenizerBase) -> list[Tree]:
         return [self._tree(request, tokenizer) for request in requests]
 
-    def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
+    def _tree(self, request: ValueRequest, tokenizer: PreTrainedTokenizerBase) -> Tree:
         """Return prompt and completion up to the last boundary as the trunk, with a branch per boundary and answer.
 
         Without boundaries or answers, the tree is empty.
@@ -209,7 +213,9 @@ class AnswerLogProbValue:
         branches = [Branch(prefix, tokens, scored) for prefix, text in forced for tokens, scored in answers[text]]
         return Tree(ids[: max(prefixes)], tuple(branches))
 
-    def _answers(self, answers: Iterable[str], force_prompt: str, tokenizer: Any) -> list[tuple[tuple[int, ...], int]]:
+    def _answers(
+        self, answers: Iterable[str], force_prompt: str, tokenizer: PreTrainedTokenizerBase
+    ) -> list[tuple[tuple[int, ...], int]]:
         """Return per answer the tokens of force prompt and answer, and the index of the answer's first token."""
         texts = [force_prompt + answer + self.closing for answer in answers if answer]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
@@ -230,7 +236,7 @@ class AnswerLogProbValue:
         values = means.view(count, -1).logsumexp(dim=1).clamp(max=0)  # NaN if one is NaN
         return (values if self.space == "log" else values.exp()).tolist()
 
-    def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Callable[[int], int]) -> bool:
+    def _takes_trees(self, model: PreTrainedModel, call: Any, most_on_all_ranks: Callable[[int], int]) -> bool:
         """Return whether tree passes of this model are right; all ranks test a new model together."""
         if model not in self._flaws:
             flaw = packing_obstacle(model)
