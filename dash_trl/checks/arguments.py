@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from inspect import signature, unwrap
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from trl import GRPOTrainer
 
 from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
@@ -142,7 +142,7 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
         )
 
 
-def check_rewards(rewards: Any, args: DASHConfig, datasets: Mapping[str, Any], own_rollouts: bool) -> None:
+def check_rewards(rewards: Any, args: DASHConfig, datasets: Mapping[str, object], own_rollouts: bool) -> None:
     """Check that the unpacked reward functions fit the datasets and the configuration.
 
     Raises:
@@ -178,7 +178,7 @@ def check_rewards(rewards: Any, args: DASHConfig, datasets: Mapping[str, Any], o
 
 
 # Option of transformers' generate → the value with which it samples one completion for each row, and the remedy.
-GENERATE: dict[str, tuple[Any, str]] = {
+GENERATE: dict[str, tuple[object, str]] = {
     "stop_strings": (None, "It needs a tokenizer, which TRL does not pass. Use eos_token_id, or vLLM's option stop"),
     "num_return_sequences": (1, "A row has one completion. Use num_generations"),
     "num_beams": (1, "A beam search does not sample from the policy. Use temperature and top_p"),
@@ -187,7 +187,7 @@ GENERATE: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
+def check_generate(model: PreTrainedModel, generation_config: GenerationConfig, *, exact: bool) -> None:
     """Raise a `ValueError` if a sampling option of transformers' `generate` has no use in training.
 
     `exact` is True if older weights sample. Then options such as `top_p`, which change the model's distribution, raise
@@ -212,7 +212,7 @@ def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
         logger.warning(f"The update takes completions for samples of the model, but {said}")
 
 
-def check_rounding(model: Any, args: DASHConfig, *, has_copies: bool) -> None:
+def check_rounding(model: PreTrainedModel, args: DASHConfig, *, has_copies: bool) -> None:
     """Warn if the trained weights have 16 bits, and the optimizer has no copies of them in float32.
 
     Since Transformers 5, `from_pretrained` keeps the dtype of the checkpoint, mostly bf16. DeepSpeed and FSDP keep
@@ -276,7 +276,7 @@ def check_sampling(args: DASHConfig) -> None:
         )
 
 
-def check_callbacks(callbacks: Iterable[Any]) -> None:
+def check_callbacks(callbacks: Iterable[object]) -> None:
     """Raise a `ValueError` if a callback has a rollout event, such as `on_rewards`, but is not a `DASHCallback`.
 
     The trainer would never call this event. A method whose name closely resembles that of an event counts, too.
@@ -291,7 +291,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
-def check_groups_apart(trainer: Any, base: Any) -> None:
+def check_groups_apart(trainer: GRPOTrainer, base: type[GRPOTrainer]) -> None:
     """Check that nothing in a run with `reward_pipeline` or `max_num_gen_batches` needs all groups of a window.
 
     With these options, callbacks and `compute_advantages` get some groups of a window at a time. Methods count only if
@@ -373,7 +373,7 @@ def check_subclass(kind: type, base: type) -> None:
             )
 
 
-def check_losses(trainer: Any, run: int, weighed: int) -> None:
+def check_losses(trainer: GRPOTrainer, run: int, weighed: int) -> None:
     """Raise a `ValueError` if the `run` passes of a micro-step have not called `_compute_loss` once each.
 
     `weighed` is the number of these calls. A loss would lack the weight of its pass in the optimizer step.

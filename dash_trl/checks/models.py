@@ -3,12 +3,12 @@
 import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINING_ARGS_NAME
+from trl import GRPOTrainer
 
 from dash_trl.config import DASHConfig
 from dash_trl.multimodal import class_of
@@ -16,7 +16,7 @@ from dash_trl.multimodal import class_of
 logger = logging.getLogger(__name__)
 
 
-def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
+def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: object = None) -> None:
     """Check, before any weight is loaded, that a model, given as an object, name or directory, can be trained.
 
     Raises:
@@ -58,7 +58,7 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
         )
 
 
-def check_trainable(model: Any) -> None:
+def check_trainable(model: PreTrainedModel) -> None:
     """Raise a `ValueError` if no parameter of the model would be trained, or one would be in each backward pass.
 
     Warn if SDPA leaves out a part of the model (Gemma 2 with transformers before 5.23).
@@ -82,7 +82,7 @@ def check_trainable(model: Any) -> None:
         )
 
 
-def context_of(config: Any) -> int | None:
+def context_of(config: PreTrainedConfig) -> int | None:
     """Return the number of tokens of a model's context; None if unknown.
 
     Qwen's model cards extend the context with `rope_parameters` (YaRN) and leave `max_position_embeddings` as it is.
@@ -95,7 +95,7 @@ def context_of(config: Any) -> int | None:
     return max(length, int(rope["factor"] * rope.get("original_max_position_embeddings", length)))
 
 
-def check_tokenizer(tokenizer: Any) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a `ValueError` if the tokenizer has no end token: no completion could end, and no batch be padded."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -104,7 +104,7 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def check_saving(trainer: Any) -> None:
+def check_saving(trainer: GRPOTrainer) -> None:
     """Save everything of a checkpoint but the weights, and raise a `ValueError` if something cannot be saved."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     args = trainer.args
@@ -125,7 +125,7 @@ def check_saving(trainer: Any) -> None:
             ) from error
 
 
-def check_tied_adapter(model: Any) -> None:
+def check_tied_adapter(model: PreTrainedModel) -> None:
     """Raise a `ValueError` if an adapter unties tied embeddings: vLLM has one weight for embeddings and LM head.
 
     The adapter does so if it trains only the embeddings, only the LM head, or a weight for each of the two.

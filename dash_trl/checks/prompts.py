@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import remove_none_values
 
 from dash_trl.config import DASHConfig
@@ -13,7 +14,7 @@ from dash_trl.update import OFF_POLICY_LOSSES
 TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "environments")
 
 
-def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: bool, conversations: bool) -> None:
+def check_dataset(dataset: object, name: str, own_rollouts: bool, *, environments: bool, conversations: bool) -> None:
     """Check the columns and the prompts of a dataset. Prompts of a stream are checked before they are sampled from.
 
     Args:
@@ -62,14 +63,14 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: 
                     )
 
 
-def plain_prompt(prompt: Any, place: str) -> Any:
+def plain_prompt(prompt: object, place: str) -> Any:
     """Return a prompt with the text parts of each message joined, because chat templates of text models need texts.
 
     Raises:
         ValueError: if the prompt is neither a text nor a conversation of texts, or is empty; `place` names it.
     """
     try:
-        plain: Any = list(map(_plain_message, prompt)) if isinstance(prompt, list) else prompt
+        plain = list(map(_plain_message, prompt)) if isinstance(prompt, list) else prompt
     except (AttributeError, KeyError, TypeError):
         plain = None
     if not plain or not isinstance(plain, str | list):
@@ -105,7 +106,7 @@ def _plain_message(message: Any) -> dict[str, Any]:
 
 def check_prompt_ids(
     prompt_ids: list[list[int]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     ends: Collection[int],
     context: float | None = None,
 ) -> None:
@@ -138,7 +139,7 @@ def check_prompt_ids(
         )
 
 
-def check_tokens(rows: Iterable[Sequence[int]], config: Any, name: str) -> None:
+def check_tokens(rows: Iterable[Sequence[int]], config: PreTrainedConfig, name: str) -> None:
     """Raise a `ValueError` if a row of token ids has a token outside the model's vocabulary; `name` names the rows."""
     vocabulary = config.get_text_config().vocab_size
     if (largest := max(map(max, rows))) >= vocabulary:
@@ -186,7 +187,7 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
     return output
 
 
-def check_batch(dataset: Any, args: DASHConfig) -> None:
+def check_batch(dataset: object, args: DASHConfig) -> None:
     """Raise a `ValueError` if the dataset has too few prompts for a window: TRL would train on nothing."""
     needed = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Dataset) and len(dataset) < needed:
