@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import TrainerState
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from dash_trl.evaluation.figures import figures_of
 from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler, SampledCompletion, Sampler
@@ -83,7 +84,7 @@ class Reward(AbstractContextManager["Reward"]):
 
 
 def scored_samples(
-    sampler: Sampler, problems: Any, reward: Reward, **sampling: Any
+    sampler: Sampler, problems: Dataset, reward: Reward, **sampling: Any
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Sample completions of problems and score them. Yield each problem as soon as it is done, in any order.
 
@@ -104,9 +105,9 @@ def scored_samples(
 
 
 def evaluate(
-    model: Any,
-    tokenizer: Any,
-    dataset: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
     reward_func: Any,
     *,
     k: Sequence[int] = (1,),

@@ -24,6 +24,8 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from trl.trainer.utils import pad
 
@@ -78,9 +80,9 @@ class Checkpoint:
             self.base = json.loads(adapter.read_text())["base_model_name_or_path"]
         self.config = AutoConfig.from_pretrained(self.base)
         own = Path(name, "tokenizer_config.json").is_file()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(name if own else self.base)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name if own else self.base)
 
-    def load(self, dtype: Any, device: str = "cpu") -> Any:
+    def load(self, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
         """Load the model for inference. An adapter is merged into the weights."""
         model = auto_class(self.config).from_pretrained(self.base, dtype=dtype)
         if self.is_adapter:
@@ -98,7 +100,7 @@ class Sampler(ABC):
         generation_config: the model's. Its end tokens and the tokenizer's end a completion, as in TRL.
     """
 
-    def __init__(self, tokenizer: Any, generation_config: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig):
         self.tokenizer = tokenizer
         declared = generation_config.eos_token_id
         ends = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
@@ -162,7 +164,7 @@ class LocalSampler(Sampler):
         batch_size: number of rows that are sampled together; the samples depend on it.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, batch_size: int = BATCH_SIZE):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = BATCH_SIZE):
         super().__init__(tokenizer, model.generation_config)
         self.model = model
         self._inner = model.get_base_model() if is_peft_model(model) else model
