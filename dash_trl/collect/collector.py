@@ -34,6 +34,7 @@ from dash_trl.rollout import (
     Part,
     PromptQueue,
     RolloutBatch,
+    Rows,
     RunAhead,
     Window,
     joined,
@@ -73,7 +74,7 @@ class Collector:
 
     def window(
         self,
-        examples: list[dict[str, Any]],
+        examples: Rows,
         *,
         micro_step: int,
         groups_of_step: Callable[[], int] | None,
@@ -121,7 +122,7 @@ class Collector:
 
     # ------------------------------------------------------------------ from prompts to rows
 
-    def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
+    def _announce(self, examples: Rows) -> Prompts:
         """Number the prompts of a generation batch, and tokenize them once: a chat template may depend on the time."""
         tokenized: tuple[Any, ...] = ()
         if self.sampler.needs_token_ids:

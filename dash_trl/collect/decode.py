@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import pad
 
-from dash_trl.rollout import RolloutBatch
+from dash_trl.rollout import RolloutBatch, Rows
 from dash_trl.update import NO_LOG_PROB
 
 
@@ -29,7 +29,7 @@ class Prompts:
     """
 
     number: int
-    examples: list[dict[str, Any]]
+    examples: Rows
     tokenized: tuple[Any, ...] = ()
 
     @property
@@ -85,7 +85,7 @@ class Sampled:
         own = self.own_tokens
         return [len(ids) for ids in self.completion_ids] if own is None else list(map(sum, own))
 
-    def examples(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def examples(self, examples: Sequence[Mapping[str, Any]]) -> Rows:
         """Add the extra fields of a `rollout_func` to the B rows of the dataset.
 
         As in TRL, if a column has too few values, the last rows do not get it.
@@ -109,7 +109,7 @@ def is_truncated(completion_ids: Sequence[list[int]], end_ids: Collection[int]) 
 
 def to_rollouts(
     sampled: Sampled,
-    examples: list[dict[str, Any]],
+    examples: Rows,
     *,
     group: Tensor,
     pad_token_id: int,
@@ -125,11 +125,11 @@ def to_rollouts(
         pad_to_multiple_of: pad prompts and completions to a multiple of this number of tokens.
     """
 
-    def table(rows: Sequence[Sequence[Any]], side: str, padding: float, dtype: torch.dtype = torch.long) -> Tensor:
+    def table(rows: Sequence[Sequence[float]], side: str, padding: float, dtype: torch.dtype = torch.long) -> Tensor:
         tensors = [torch.as_tensor(row, dtype=dtype, device="cpu") for row in rows]  # a rollout_func may return tensors
         return pad(tensors, padding_value=padding, padding_side=side, pad_to_multiple_of=pad_to_multiple_of)
 
-    def ones(rows: Sequence[Sequence[Any]], side: str) -> Tensor:
+    def ones(rows: Sequence[Sequence[int]], side: str) -> Tensor:
         return table([[1] * len(row) for row in rows], side, 0)
 
     counts = 1 if masked is None else (~masked).long().unsqueeze(1)
