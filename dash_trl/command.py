@@ -21,7 +21,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -58,7 +57,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
 
     come: list[int] = []
 
-    def pass_on(number: int, _: Any) -> None:
+    def pass_on(number: int, _: object) -> None:
         children = psutil.Process().children()
         if not children:  # not yet, or the script has ended of the same Ctrl-C, and has said so
             os._exit(128 + number)

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
 from dash_trl.config import DASHConfig, computes_bf16
@@ -46,7 +46,7 @@ class Scripted:
     prompt_tokens: int
     __name__ = "scripted"
 
-    def rollouts(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def rollouts(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         draw = random.Random(trainer.state.global_step)
         drawn = [round(draw.lognormvariate(0, 0.8) * self.longest / 4) for _ in prompts]
         self.lengths: list[int] = [min(max(length, 8), self.longest) for length in drawn]
@@ -56,7 +56,7 @@ class Scripted:
             "logprobs": None,
         }
 
-    def __call__(self, prompts: list[str], **kwargs: Any) -> list[float]:
+    def __call__(self, prompts: list[str], **kwargs: object) -> list[float]:
         constant = round(self.constant * self.rows / self.group)
         groups = [divmod(row, self.group) for row in range(len(prompts))]
         return [1.0 if group < constant else float(row < 1 + group % (self.group - 1)) for group, row in groups]
@@ -91,24 +91,26 @@ class Step(TrainerCallback):
     figures: dict[str, float]
     gradients: dict[str, Tensor]
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step == 0:
             self.counting = begin_counting()
         self.seconds = -time.perf_counter()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         if state.global_step == 0:
             _, self.waits = counted(self.counting)
             grads = {name: one.grad for name, one in model.named_parameters()}
             self.gradients = {name: one.float().cpu() for name, one in grads.items() if one is not None}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds += time.perf_counter()
 
 
-def make_step(kind: Any, model: ModelConfig, script: Scripted, *, bf16: bool) -> Step:
+def make_step(kind: type[GRPOTrainer], model: ModelConfig, script: Scripted, *, bf16: bool) -> Step:
     """Make two equal optimizer steps of a trainer class, with learning rate 0 and random weights of the adapter."""
     adapter = get_peft_config(model)
     if adapter is not None:
@@ -165,7 +167,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((gradient - other.get(name, 0)).abs().max().item() for name, gradient in one.items()) / largest
 
 
-def compare_update(model: ModelConfig, script: Scripted, trainer: Any) -> str:
+def compare_update(model: ModelConfig, script: Scripted, trainer: type[GRPOTrainer]) -> str:
     """Compare one optimizer step of TRL's trainer and of `trainer`, a `DASHTrainer` class, and return a report.
 
     Raises:

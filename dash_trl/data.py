@@ -139,7 +139,7 @@ def load_code_dataset(
         dataset = dataset.from_list([mbpp_row(row) for row in dataset])
     prompts = _prompts(dataset, problem_column, prompt_template, "code", chat)
     columns = {name: dataset[name][:] for name in _columns("tests", None, TEST_COLUMNS, dataset)}
-    loaded: dict[str, Any] = {"prompt": prompts, "entry_point": [None] * len(dataset), **columns}
+    loaded = {"prompt": prompts, "entry_point": [None] * len(dataset), **columns}
     tested = [row.get("tests") or isinstance(row.get("inputs"), list) and row["inputs"] or None for row in dataset]
     _require_all(tested, dataset, "tests in 'tests', or in the lists 'inputs' and 'outputs' (json.loads makes them)")
     named = [None if name and not name.isidentifier() else True for name in loaded["entry_point"]]
@@ -204,7 +204,7 @@ def _prompts(dataset: Dataset, column: str | None, template: str | None, default
     return prompts
 
 
-def make_prompt(problem: Any, template: str, chat: bool) -> str | list[dict[str, str]] | None:
+def make_prompt(problem: object, template: str, chat: bool) -> str | list[dict[str, str]] | None:
     """Make the prompt for one problem, by a template that contains `{problem}`; None if the problem is empty.
 
     A conversation is returned unchanged. With `chat`, a text becomes a conversation of one user message.
@@ -218,7 +218,7 @@ def make_prompt(problem: Any, template: str, chat: bool) -> str | list[dict[str,
     return [{"role": "user", "content": text}] if chat else text
 
 
-def final_answer(value: Any, marked: bool) -> str | None:
+def final_answer(value: object, marked: bool) -> str | None:
     r"""Return the answer in a value: the text after `####` or in a ``\boxed{}``, else the whole value; None if empty.
 
     With `marked`, the whole value is no answer, because it is a solution.
@@ -242,7 +242,7 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
     path = Path(source).expanduser()
     # Cells of a table are texts: as numbers, 007 would lose its zeros, and an answer "None" would be missing.
     # Converters of columns that do not exist are ignored.
-    settings: dict[str, Any] = (
+    settings = (
         {"converters": dict.fromkeys(range(100), str.strip), "keep_default_na": False, "na_values": ""}
         if path.suffix == ".csv" or any(path.glob("*.csv"))
         else {}
@@ -309,7 +309,7 @@ def _solutions(dataset: Dataset) -> dict[str, Any]:
     return {"completion" if column == "completion" else "solution": dataset[column][:]}
 
 
-def _require_all(values: Sequence[Any], dataset: Dataset, what: str) -> None:
+def _require_all(values: Sequence[object], dataset: Dataset, what: str) -> None:
     missing = [i for i, value in enumerate(values) if value is None]
     if missing:
         raise ValueError(

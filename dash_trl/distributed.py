@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor
 
@@ -53,7 +54,7 @@ class Lines:
     Without them, ranks that no launcher ends, as under `srun`, would wait for `ddp_timeout`.
     """
 
-    def __init__(self, store: Any, rank: int, host: str):
+    def __init__(self, store: dist.Store, rank: int, host: str):
         self._ends: dict[int, socket.socket] = {}
         self._listener: socket.socket | None = None
         if rank == 0:
@@ -100,7 +101,7 @@ class Ranks:
         steps_in_backward: True = DeepSpeed makes an optimizer step in its last backward pass.
     """
 
-    def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
+    def __init__(self, accelerator: Accelerator, timeout: float = TIMEOUT):
         self._accelerator = accelerator
         self.timeout = timeout
         self.rank: int = accelerator.process_index
@@ -173,7 +174,7 @@ class Ranks:
         rows = self._accelerator.pad_across_processes(rows.to(self._accelerator.device), dim=1)
         return self._accelerator.gather(rows).cpu()
 
-    def gather_object(self, value: Any) -> list[Any]:
+    def gather_object(self, value: T) -> list[T]:
         """Return the values of all ranks, in the order of the ranks. The values must be picklable."""
         return gather_object([value])
 
@@ -195,7 +196,7 @@ class Ranks:
 
 
 @contextmanager
-def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
+def accumulating(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
     """Within the block, let backward passes only accumulate gradients: no synchronisation, no step of DeepSpeed."""
     state = accelerator.gradient_state
     synchronise = state.sync_gradients
@@ -207,7 +208,7 @@ def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
 
 
 def wait_for_all(
-    store: Any,
+    store: dist.Store,
     rank: int,
     count: int,
     error: Exception | None,

@@ -8,7 +8,7 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions, S rows of
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks
@@ -29,8 +29,8 @@ class Host(Protocol):
 
     args: DASHConfig
     state: TrainerState
-    model: Any
-    _tokenizer: Any
+    model: PreTrainedModel
+    _tokenizer: PreTrainedTokenizerBase
     eos_token_ids: list[int]
     reward_weights: Tensor
     ranks: Ranks
@@ -45,7 +45,7 @@ class Host(Protocol):
     def _generate_single_turn(self, *tokenized_and_count: Any) -> tuple[list[list[int]], Any]:
         """Sample completions of tokenized prompts, as TRL does; return token ids, and log-probs or `None`."""
 
-    def _calculate_rewards(self, *rows: Any) -> Tensor:
+    def _calculate_rewards(self, *rows: object) -> Tensor:
         """Call all reward functions on B rows, as TRL does; return [N, F]."""
 
     def compute_advantages(self, rewards: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class LogProbs:
         """
         rows, window = self._window(rollouts, by_group=True)
         survivors = self.added(window, [range(1)]).rollouts
-        whole: dict[str, Any] = {
+        whole = {
             name: value.new_zeros(len(rollouts), *value.shape[1:]).index_copy(0, rows, value)
             for name, value in survivors.tensors().items()
             if name in LOG_PROB_FIELDS

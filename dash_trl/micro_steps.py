@@ -12,7 +12,7 @@ from typing import Any
 from dash_trl.collect import Collector
 from dash_trl.host import Host, on_servers
 from dash_trl.micro_batches import MicroBatches
-from dash_trl.rollout import Part, Window
+from dash_trl.rollout import Part, Rows, Window
 from dash_trl.update import ROW_MEAN_LOSSES, Schedule, first_reason
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class MicroSteps:
         if has_stepped and self._window is not None:
             self._window.begin_optimizer_step()
 
-    def inputs(self, micro_step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
+    def inputs(self, micro_step: int, examples: Rows) -> Iterator[tuple[dict[str, Any], bool]]:
         """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
 
         All passes of a share run in its last micro-step, because they may have to wait for rewards. `examples` are the

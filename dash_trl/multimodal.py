@@ -7,7 +7,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
@@ -24,12 +30,12 @@ def class_of(config: PreTrainedConfig) -> Any:
     return getattr(transformers, (config.architectures or [""])[0], None)
 
 
-def of_texts(model: Any) -> list[nn.Module]:
+def of_texts(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that texts pass through: the language model and its LM head."""
     return [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
 
 
-def freeze_towers(model: Any) -> None:
+def freeze_towers(model: PreTrainedModel) -> None:
     """Let no optimizer get the weights of a vision tower or of another part that texts do not pass through.
 
     Such weights have no gradient. DDP would wait for one, and weight decay under ZeRO would change them.
@@ -40,7 +46,7 @@ def freeze_towers(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def without_towers(peft_config: Any, model: Any, settings: dict[str, Any]) -> Any:
+def without_towers(peft_config: Any, model: PreTrainedModel | str, settings: dict[str, Any]) -> Any:
     """Return an adapter's configuration that leaves out the towers of a multimodal model, whatever its targets are.
 
     If the model has no towers or the configuration excludes modules already, the result is `peft_config` itself.

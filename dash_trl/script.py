@@ -9,7 +9,7 @@ from inspect import get_annotations
 from typing import Any
 
 from datasets import Dataset
-from trl import ModelConfig, TrlParser
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
 
 from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.evaluation import TOY, TOY_LENGTH, Task, evaluate
@@ -58,7 +58,7 @@ OF_PROBLEMS = (
 )
 
 
-def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any]) -> tuple[Any, ...]:
+def parse(argv: Sequence[str], types: Sequence[type], toy_defaults: dict[str, Any]) -> tuple[Any, ...]:
     """Parse the command line and the YAML file of --config, and let dash_trl's messages be printed.
 
     The fields of `types` are the flags: a `Task`, the trainer's settings, TRL's `ModelConfig`, any others. Return an
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
     return script, args, *others
 
 
-def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:
+def check_effects(script: Task, args: GRPOConfig, model_args: ModelConfig) -> None:
     """Raise a `ValueError` if only one of model and dataset is given, or if an option would have no effect."""
     model = model_args.model_name_or_path
     dataset = script.dataset_name
@@ -118,7 +118,7 @@ def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:
             raise ValueError(f"{sorted(names)} have no effect without {missing}. Add what is missing, or remove them.")
 
 
-def toy_accuracies(trainer: Any, problems: Dataset, reward: Any) -> dict[str, float]:
+def toy_accuracies(trainer: GRPOTrainer, problems: Dataset, reward: Any) -> dict[str, float]:
     """Return the accuracy on held-out toy problems, of two samples each at temperature 1 and of the greedy answer.
 
     With tools, the trainer evaluates on all processes, without the greedy answer. Otherwise, one process measures

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations import TrackioCallback, hub_kernels
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
-from trl.trainer import grpo_trainer
+from trl.trainer import GRPOTrainer, grpo_trainer
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl.update import ModelPasses
@@ -40,7 +42,7 @@ _told: set[str] = set()  # special tokens that `_tell_what_vanishes` has warned 
 
 
 @contextmanager
-def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
+def with_settings(trainer: object, settings: dict[str, Any]) -> Iterator[None]:
     """Set attributes (name → value) of a trainer, its arguments or a module within the `with` block.
 
     They must not be properties, nor come from `__getattr__` as a `PeftModel`'s do.
@@ -56,7 +58,7 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
         attributes.update(before)
 
 
-def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor | None) -> Tensor | float:
+def regularizer(trainer: GRPOTrainer, mask: Tensor, entropies: Tensor, aux_loss: Tensor | None) -> Tensor | float:
     """Return what TRL's loss of a pass will contain besides policy and KL: minus the entropy bonus, plus router loss.
 
     Call it before the loss, which may adapt the entropy's coefficient. `mask` (1 = counts) and `entropies` are [S, T].
@@ -83,7 +85,7 @@ class Unread(TorchFunctionMode):
 
 
 @contextmanager
-def unread_figures(trainer: Any) -> Iterator[dict[str, list[Any]]]:
+def unread_figures(trainer: GRPOTrainer) -> Iterator[dict[str, list[Any]]]:
     """Within the `with` block, TRL's loss logs its figures into the yielded dict, as tensors.
 
     With the adaptive entropy bonus, which needs one of the figures at once, the figures are numbers.
@@ -98,7 +100,7 @@ def unread_figures(trainer: Any) -> Iterator[dict[str, list[Any]]]:
         yield figures
 
 
-def new_passes(trainer: Any) -> ModelPasses:
+def new_passes(trainer: GRPOTrainer) -> ModelPasses:
     models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     models = [model.get_base_model() if is_peft_model(model) else model for model in models]
@@ -125,7 +127,7 @@ def new_passes(trainer: Any) -> ModelPasses:
 
 
 @contextmanager
-def reference(trainer: Any) -> Iterator[Any]:
+def reference(trainer: GRPOTrainer) -> Iterator[PreTrainedModel]:
     """Yield the reference model. With PEFT, it is the policy with the adapter "ref" or, without "ref", the base model.
 
     The adapter "ref" is a copy of the adapter with which training began.
@@ -142,7 +144,7 @@ def reference_of(model: Any) -> AbstractContextManager[None]:
     """Context manager in which TRL's reference of a given model is its copy, not the one that its config names."""
     load = grpo_trainer.create_model_from_path
 
-    def copied(*args: Any, **kwargs: Any) -> Any:
+    def copied(*args: Any, **kwargs: Any) -> PreTrainedModel:
         if not any(hasattr(one, "ds_tensor") for one in model.parameters()):
             return deepcopy(model).eval()
         loaded = load(*args, **kwargs)  # under ZeRO-3, each rank has its shards only
@@ -153,7 +155,7 @@ def reference_of(model: Any) -> AbstractContextManager[None]:
     return with_settings(grpo_trainer, {} if isinstance(model, str) else {"create_model_from_path": copied})
 
 
-def without_casts(trainer: Any) -> AbstractContextManager[None]:
+def without_casts(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     """Context manager in which a plain LoRA adapter gets its inputs as they are. Autocast casts them, to the same bits.
 
     PEFT would cast them to the dtype of the adapter first, which costs a kernel and memory in each layer. Other
@@ -178,7 +180,7 @@ def use_own_generator(dataloader: Any, seed: int) -> None:
     getattr(dataloader, "base_dataloader", dataloader).generator = torch.Generator().manual_seed(seed)
 
 
-def begin_accelerate(args: Any) -> None:
+def begin_accelerate(args: TrainingArguments) -> None:
     """Let accelerate forget other trainers, and let a run on CPUs train on the device "cpu".
 
     Several processes would train on "cpu:0", which `torch.load` of an optimizer does not know.
@@ -188,7 +190,7 @@ def begin_accelerate(args: Any) -> None:
         args.distributed_state.device = vars(args)["_setup_devices"] = torch.device("cpu")
 
 
-def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+def tool_suffix(trainer: GRPOTrainer, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
     """Tokenize tool messages as TRL does, with a tokenizer that only this thread uses; return token ids."""
     this = copy(trainer)  # other threads use the tokenizer of `trainer`
     this.processing_class = this._tokenizer = tokenizer
@@ -196,7 +198,7 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
 
 
 def decoded(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Any],
     prompt_ids: Sequence[list[int]],
     completion_ids: Sequence[list[int]],
@@ -215,7 +217,7 @@ def decoded(
     return [[{"role": "assistant", "content": text}] for text in texts] if are_messages else texts
 
 
-def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
+def _tell_what_vanishes(tokenizer: PreTrainedTokenizerBase, ids: set[int]) -> None:
     """Warn, once, of special tokens that the user has added, because texts for rewards lack them."""
     named = f"{tokenizer.bos_token}{tokenizer.eos_token}{tokenizer.pad_token}{tokenizer.unk_token}"
     usual = f"{named}{tokenizer.chat_template}"
@@ -230,7 +232,9 @@ def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
         )
 
 
-def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
+def _parsed(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], prompt: list[int], tools: Sequence[Any]
+) -> dict[str, Any]:
     """Parse a response into a message, as TRL does; but JSON nested too deeply is a text, as other malformed output."""
     try:
         return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
@@ -238,17 +242,17 @@ def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[A
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
-def add_end_tokens(trainer: Any, ids: Iterable[int]) -> None:
+def add_end_tokens(trainer: GRPOTrainer, ids: Iterable[int]) -> None:
     """Let more token ids end a completion, so that TRL, too, does not count a row that ends with one as truncated."""
     trainer.eos_token_ids = [*dict.fromkeys([*trainer.eos_token_ids, *ids])]  # a new list: the model may own the old
 
 
-def generate_options(model: Any, generation_config: Any) -> Any:
+def generate_options(model: PreTrainedModel, generation_config: GenerationConfig) -> GenerationConfig:
     """Return the options with which `generate` runs: the model's own where `generation_config` leaves some out."""
     return model._prepare_generation_config(generation_config)[0]
 
 
-def sampling_changes(model: Any, config: Any) -> list[str]:
+def sampling_changes(model: PreTrainedModel, config: GenerationConfig) -> list[str]:
     """Return the names of processors with which `generate` samples from another distribution than the model's.
 
     `config` is the result of `generate_options`, and is changed.
@@ -265,7 +269,7 @@ def sampling_changes(model: Any, config: Any) -> list[str]:
     return [type(one).__name__ for one in processors]
 
 
-def sync_weights(trainer: Any) -> None:
+def sync_weights(trainer: GRPOTrainer) -> None:
     """Send vLLM the current weights if it has others, as TRL does before it calls a `rollout_func`."""
     if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
         with profiling_context(trainer, "sync_weights"), trainer.recorder.timed("wait_for_weights"):
@@ -290,7 +294,7 @@ class Logs:
     figures: dict[str, list[float]]
 
 
-def begin_anew(trainer: Any) -> None:
+def begin_anew(trainer: GRPOTrainer) -> None:
     """Reset the trainer's counters, pending figures, table of completions, entropy controller and vLLM's version.
 
     Reset the loss scaler, too: after an interrupted step, it would treat the next gradients as unscaled already.
@@ -312,14 +316,14 @@ def begin_anew(trainer: Any) -> None:
         column.clear()
 
 
-def begin_trackio(trainer: Any) -> None:
+def begin_trackio(trainer: GRPOTrainer) -> None:
     """Begin the run of Trackio, to which TRL's profiler logs. Transformers begins it only with training."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrackioCallback):
             callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
 
-def end_micro_step(trainer: Any, seconds: float, *, ends_step: bool) -> None:
+def end_micro_step(trainer: GRPOTrainer, seconds: float, *, ends_step: bool) -> None:
     """Count a micro-step, which need not have exactly one pass, as TRL's training step does."""
     trainer._step += 1
     trainer._current_train_step_time += seconds
@@ -328,16 +332,16 @@ def end_micro_step(trainer: Any, seconds: float, *, ends_step: bool) -> None:
         trainer._current_train_step_time = 0.0
 
 
-def to_training_mode(trainer: Any) -> None:
+def to_training_mode(trainer: GRPOTrainer) -> None:
     """Put model and optimizer into training mode before a window is sampled: some optimizers then swap the weights."""
     trainer.model_wrapped.train()
-    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
 
 
 @contextmanager
-def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
+def evaluated_rewards(trainer: GRPOTrainer) -> Iterator[list[Tensor]]:
     """Within the `with` block, collect the rewards of an evaluation: a list that gets [N, F] for each batch."""
     batches: list[Tensor] = []
     calculate = trainer._calculate_rewards
@@ -345,7 +349,7 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
     trained = dict(columns)
     columns.clear()
 
-    def calculated(*rows: Any) -> Tensor:
+    def calculated(*rows: object) -> Tensor:
         batches.append(calculate(*rows))
         return batches[-1]
 
@@ -356,7 +360,7 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
         columns[name] = deque([*trained.get(name, [None] * rows), *values][-rows:])
 
 
-def evaluated_figures(trainer: Any) -> dict[str, float | None]:
+def evaluated_figures(trainer: GRPOTrainer) -> dict[str, float | None]:
     """Return TRL's figures of an evaluation, averaged as in TRL's `log`, and take them from the trainer."""
     figures = trainer._metrics["eval"]
     valid = {name: [one for one in values if not math.isnan(one)] for name, values in figures.items()}
@@ -364,7 +368,7 @@ def evaluated_figures(trainer: Any) -> dict[str, float | None]:
     return {name: sum(values) / len(values) if values else None for name, values in valid.items()}
 
 
-def restore_accelerate(trainer: Any) -> None:
+def restore_accelerate(trainer: GRPOTrainer) -> None:
     """Restore what accelerate knew when the trainer was made, which another trainer replaces for all."""
     vars(trainer.accelerator.state).update(trainer._accelerate_state)
 
@@ -375,12 +379,12 @@ def name_folders(card: Path, base: str) -> None:
     card.write_text(text.replace('model="None"', f"model={str(card.parent)!r}"))
 
 
-def leave_out_step(accelerator: Any) -> None:
+def leave_out_step(accelerator: Accelerator) -> None:
     """Make accelerate skip the next optimizer step, by clearing its flag for synchronised gradients."""
     accelerator.gradient_state._set_sync_gradients(False)
 
 
-def begin_left_out_step(accelerator: Any) -> None:
+def begin_left_out_step(accelerator: Accelerator) -> None:
     """Prepare an optimizer step that is left out: clear flags of overflows, and advance DeepSpeed's schedule."""
     for optimizer in accelerator._optimizers:
         optimizer._is_overflow = False

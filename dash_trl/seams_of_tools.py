@@ -9,12 +9,14 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+from trl import GRPOTrainer
+
 from dash_trl.checks import check_prompt_ids, context_of, plain_prompt
 from dash_trl.seams import decoded, tool_suffix
 from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules, owns_reward
 
 
-def new_conversations(trainer: Any) -> Conversations | None:
+def new_conversations(trainer: GRPOTrainer) -> Conversations | None:
     """Build the `Conversations`; `None` if there are no tools and no environments.
 
     The instances of environments that TRL has already created are used first.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def end(number: int, _: Any) -> None:
+def end(number: int, _: object) -> None:
     """End this process at once, with a line from the first rank. For times at which no training can be lost."""
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"\nStopped, but not during training, so no step is lost. To start again, repeat the command.\n")
@@ -54,7 +54,7 @@ def interrupts(*numbers: int) -> Iterator[list[int]]:
     """
     come: list[int] = []
 
-    def handler(number: int, _: Any) -> None:
+    def handler(number: int, _: object) -> None:
         come.append(number)
         if len(come) == 1:
             raise KeyboardInterrupt

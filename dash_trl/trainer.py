@@ -19,7 +19,7 @@ import torch
 import transformers
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers import AutoTokenizer, Trainer
+from transformers import AutoTokenizer, PreTrainedModel, Trainer
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
@@ -35,7 +35,7 @@ from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
 from dash_trl.multimodal import freeze_towers, is_multimodal, without_towers
 from dash_trl.rewards import distinct, unpack, unscored, watch
-from dash_trl.rollout import EpochOrder, RolloutBatch, loading
+from dash_trl.rollout import EpochOrder, RolloutBatch, Rows, loading
 from dash_trl.run import Run
 from dash_trl.sampling import install, weights_version
 from dash_trl.seams_of_tools import new_conversations
@@ -80,7 +80,7 @@ class DASHTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel | str,
         reward_funcs: Any = None,
         args: DASHConfig | None = None,
         train_dataset: Any = None,
@@ -519,7 +519,7 @@ class DASHTrainer(GRPOTrainer):
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: Rows) -> dict[str, Any]:
         """Call TRL's method, which gets the idle environments. Only evaluations call this."""
         seams.begin_trackio(self)
         with nullcontext() if self._conversations is None else self._conversations.for_evaluation():
