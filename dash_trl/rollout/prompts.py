@@ -9,9 +9,7 @@ from accelerate import skip_first_batches
 from torch.utils.data import DataLoader, Sampler
 from trl.trainer.utils import RepeatSampler
 
-from dash_trl.rollout.queue import PromptQueue
-
-Rows = list[dict[str, Any]]  # a rank's rows of one generation batch: one item of the rank's dataloader
+from dash_trl.rollout.queue import PromptQueue, Rows
 
 
 @dataclass(eq=False)

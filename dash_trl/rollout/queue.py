@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-Rows = list[dict[str, Any]]  # rows of the dataset, see `dash_trl.rollout.prompts`
+Rows = list[dict[str, Any]]  # of the dataset, such as an item of a rank's dataloader: its rows of a generation batch
 Place = tuple[int, int]  # a prompt's epoch, and its position among this rank's prompts of the epoch, from 0
 
 
