@@ -72,7 +72,7 @@ def value(name: str):
     Args:
         name: Of what.
     """
-    return {"number": 1.5, "nothing": None, "mapping": {"a": 1}, "tuple": (1, 2), "parts": PARTS}[name]
+    return {"number": 1.5, "nothing": None, "parts": PARTS}[name]
 
 
 async def fails_later() -> str:
@@ -103,28 +103,20 @@ def filling(room: int, then: str | list[int]) -> Turns:
 
 # name → the policy's turns
 CASES: dict[str, Turns] = {
-    "a row without a call is one message": [DONE],
-    "an answer and another turn are appended": calling(ADD),
     "what is said before a call is its content": [written("hm", ADD), DONE],
-    "a coroutine function is awaited": calling(LATER),
     "the answers of several calls come in their order": calling(
         ADD, ("fill", {"length": 2}), ("add", {"a": 3, "b": 4})
     ),
     "answers of coroutine functions come last": calling(LATER, ADD, ("later", {"text": "y"})),
-    "a tool that raises answers with its error": calling(("fails", {})),
-    "so does a coroutine function": calling(("fails_later", {})),
     "an error without a text is an empty one": calling(("stops", {})),
-    "a failure does not stop the other calls": calling(("fails_later", {}), ("fails", {}), ADD),
-    "an unknown tool is an error": calling(("subtract", {"a": 1})),
+    "a failure is the answer, and does not stop the other calls": calling(("fails_later", {}), ("fails", {}), ADD),
     "wrong arguments are an error": calling(("add", {"a": 1, "c": 2})),
     "wrong arguments of a coroutine function are one at once": calling(LATER, ("later", {"word": "x"})),
-    "arguments that are no mapping are an error": calling(("add", 5)),
     "a call of another type is an error of an unknown tool": calling(ADD, kind="other"),
     "no arguments are an empty mapping": ["<function:fails>null</><|im_end|>", DONE],
     "arguments get the types of the tool's schema": calling(("add", {"a": "1", "b": "2"})),
     "a malformed call is text": ["<function:add>{a: 1}</>" + END],
     "a number and None are written as text": calling(("value", {"name": "number"}), ("value", {"name": "nothing"})),
-    "so are a mapping and a tuple": calling(("value", {"name": "mapping"}), ("value", {"name": "tuple"})),
     "a list of parts stays one": calling(("value", {"name": "parts"})),
     "a call that a turn without end makes is answered": [CALL.removesuffix(END), "done"],
     "as many calls as are allowed": [CALL] * ITERATIONS + [DONE],
@@ -172,7 +164,7 @@ def check_cases(model: str, output: Path, cases: dict[str, Turns], contents: Seq
 
 def test_what_becomes_of_a_row(tool_model, tmp_path):
     """The longest rows are apart, since TRL pads all rows to the longest prompt."""
-    check_cases(tool_model, tmp_path / "short", CASES, list(CASES), 121)
+    check_cases(tool_model, tmp_path / "short", CASES, list(CASES), 90)
     used = sum(map(length, (SCHEMA, "<user>", END, "<assistant>", CALL, given("add", "3"))))
     contents = [character * (CONTEXT - left - used) for left, character in enumerate("yz")]
     check_cases(tool_model, tmp_path / "long", LONG, contents, 6)
