@@ -38,7 +38,6 @@ def test_final_answer():
         ("work 5\n#### 1,200", "1200"),
         ("#### 1,234,567", "1234567"),
         ("#### 1,23", "1,23"),
-        (72, "72"),
         (0, "0"),
         (42.0, "42"),
         (0.5, "0.5"),
@@ -263,7 +262,6 @@ def test_completions_of_math(tmp_path):
         (GSM8K[0], "{problem}\n", "1+1=2\nThe answer is 2."),
         # MATH's solutions have their boxes
         (MATH[0], "boxed", " " + MATH[0]["solution"]),
-        (MATH[0], "plain", " " + MATH[0]["solution"]),
         # one without is given the answer
         ({"problem": "?", "solution": "Add.", "answer": "5"}, "boxed", " Add.\nThe answer is \\boxed{5}."),
         # ready-made
@@ -289,7 +287,6 @@ def test_completions_of_code(tmp_path):
         (program, {"chat": True}, assistant(fenced)),
         (program, {}, "\n" + fenced),
         (program, PLAIN, "\n" + program),
-        (program, {**PLAIN, "chat": True}, assistant(program)),
         (program.replace("\n", "\r\n"), {}, "\n" + fenced),
     ]:
         (loaded,) = solved(load_code_dataset, new_file(tmp_path, [{**MBPP, "code": code}]), **settings)
@@ -356,7 +353,6 @@ def test_what_is_missing_is_named(tmp_path):
             [{"problem": "p", "answer": "Add. #### 1"}, {"problem": "p", "answer": "1"}],
             r"Row 1 lacks a solution \(an answer alone is none",
         ),
-        *((math_solved, [EXPLAINED, {**EXPLAINED, "solution": one}], "Row 1 lacks a solution") for one in (" ", None)),
-        (code_solved, [MBPP, {**MBPP, "code": ""}], "Row 1 lacks a solution"),
+        (math_solved, [EXPLAINED, {**EXPLAINED, "solution": " "}], "Row 1 lacks a solution"),
     ]:
         refused(f"(?s){message}", load, new_file(tmp_path, rows))
