@@ -145,11 +145,9 @@ FILTERED = {
     "Azure's filter": {"code": "content_filter", "message": "The response was filtered.", "status": 400},
 }
 UNJUDGEABLE = {
-    "refused": chat(None, refusal="I cannot judge that."),
-    "refused with an answer": chat(ANSWER, refusal="I cannot judge that."),
+    "refused": chat(ANSWER, refusal="I cannot judge that."),
     "filtered": chat(ANSWER, finish_reason="content_filter"),
-    "cut off": chat('{"explanation": "It is', finish_reason="length"),
-    "whole, cut off": chat(ANSWER, finish_reason="length"),
+    "cut off": chat(ANSWER, finish_reason="length"),
     **{name: (400, {"error": {"message": text}}) for name, text in TOO_LONG.items()},
     **{name: (400, {"error": error}) for name, error in FILTERED.items()},
     "too large": (413, {}),
@@ -203,18 +201,14 @@ FAULTS = {
     "a rate limit": ((429, {"error": {"message": "slow down"}}), openai.RateLimitError),
     "a proxy's error": ((503, "<html>busy</html>"), openai.InternalServerError),
     "a lost connection": ("hangs up", openai.APIConnectionError),
-    "a wrong key": ((401, {"error": {"message": "who?"}}), openai.AuthenticationError),
     "a request refused": ((400, {"error": {"message": "too long"}}), openai.BadRequestError),
 }
 PASSING = [*FAULTS][:3]
 NO_JUDGEMENTS = {
     "no JSON at all": "<html>hello</html>",
     "no choice": chat("{}", choices=0),
-    "two choices": chat(ANSWER, choices=2),
     "a null message": {**says(7), "choices": [{"index": 0, "finish_reason": "stop", "message": None}]},
     "null": chat(None),
-    "prose around JSON": chat(f"Here: {ANSWER}"),
-    "brackets without end": chat("[" * 100_000),
     "no score": chat('{"explanation": "a"}'),
     "one key more": chat('{"explanation": "a", "score": 7, "grade": 7}'),
     "too high": says(11),
