@@ -67,24 +67,9 @@ def check(
             assert value == pytest.approx(fmean(known) if known else math.nan, abs=1e-6, nan_ok=True)
 
 
-class Exchangeable:
-    """A reward function of the trainer that calls another one, which a test may exchange."""
-
-    def __init__(self, function):
-        self.function = function
-        self.__name__ = function.__name__
-
-    def __call__(self, **columns) -> list[float]:
-        return self.function(**columns)
-
-
-EVEN = Exchangeable(even)
-THIRD = Exchangeable(third)
-
-
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory):
-    rewards = {"reward": [EVEN, THIRD], "reward_weights": [1.0, 0.5]}
+    rewards = {"reward": [even, third], "reward_weights": [1.0, 0.5]}
     return run(DASHTrainer, tiny_model, tmp_path_factory.mktemp("run"), max_completion_length=LONGEST, **rewards)
 
 
@@ -111,7 +96,7 @@ def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than
         seen.append(len(completion_ids))
         return even(completion_ids)
 
-    monkeypatch.setattr(EVEN, "function", counting)
+    monkeypatch.setattr(trainer.reward_funcs[0], "func", counting)
     for k in (1, 3, 20):
         seen.clear()
         trainer.sampled.clear()
@@ -169,8 +154,8 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
     def inapplicable(completion_ids, **kwargs):
         return [None if len(ids) % 2 else 2.0 for ids in completion_ids]
 
-    monkeypatch.setattr(EVEN, "function", failing)
-    monkeypatch.setattr(THIRD, "function", inapplicable)
+    for watched, function in zip(trainer.reward_funcs, (failing, inapplicable), strict=True):
+        monkeypatch.setattr(watched, "func", function)
 
     def reward(ids):
         return None if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 + (0.0 if len(ids) % 2 else 0.5 * 2.0)
