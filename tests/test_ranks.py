@@ -57,30 +57,10 @@ def test_a_rank_that_has_ended_is_named_at_once():
     lines = [Lines(store, rank, "localhost") for rank in range(3)]
     with socket.create_connection(("localhost", int(store.get("dash_trl/port")))) as stranger:
         stranger.sendall(b"GET / HTTP/1")
-    refused(
-        r"Rank 2 has waited 0 s .* \[0, 1\]",
-        wait_for_all,
-        store,
-        2,
-        3,
-        None,
-        1,
-        error=RankFailed,
-        timeout=0.0,
-        lines=lines[2],
-    )
-    refused(
-        r"Rank 0 has waited 0 s .* \[1\]",
-        wait_for_all,
-        store,
-        0,
-        3,
-        None,
-        1,
-        error=RankFailed,
-        timeout=0.0,
-        lines=lines[0],
-    )
+    for rank, others in ((2, r"\[0, 1\]"), (0, r"\[1\]")):
+        said = f"Rank {rank} has waited 0 s .* {others}"
+        settings = {"timeout": 0.0, "lines": lines[rank]}
+        refused(said, wait_for_all, store, rank, 3, None, 1, error=RankFailed, **settings)
     lines[1] = None  # its connection is closed, as when its process is killed
     gc.collect()
     refused("Rank 1 has ended", wait_for_all, store, 0, 3, ValueError(), 2, error=RankFailed, lines=lines[0])
