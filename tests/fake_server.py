@@ -196,7 +196,7 @@ class Fake:
             }
             for i in reversed(range(n))  # their order is not promised
         ]
-        if fault in ("500", "429", "400", "401", "307"):
+        if fault in ("500", "400", "401", "307"):
             return send(int(fault), b'{"error": "told to"}')
         if fault == "hangs":
             self.ended.wait()
@@ -284,8 +284,7 @@ def sampler_of(fakes, model, folder, **options):
 
 FIRST = 10  # the token of weights that no optimizer step has changed
 SECONDS = 300.0  # that something is waited for which has to happen, on a machine however busy
-STEP = {"gradient_accumulation_steps": 4, "steps_per_generation": 4}  # a window per step
-GROUPS = 4  # of a window of these settings
+GROUPS = 4  # of a window of the settings of `tests.tiny.run`, which is an optimizer step
 
 
 class Dated(Fake):

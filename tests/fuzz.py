@@ -48,9 +48,9 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
+from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.distributed import RankFailed, Ranks
-from tests.fake_server import Varied, loaded
+from tests.fake_server import Varied, Watch, loaded
 from tests.models import DELTA
 from tests.tiny import ScriptedRollouts, corrects, leave, parameters, relative_difference, run, save_tiny_model
 
@@ -480,17 +480,10 @@ def evaluated(case: dict, folder: Path) -> str:
     return vacuous
 
 
-class Watch(DASHCallback):
-    """Of each window, the optimizer steps before it and its prompts; counts parts."""
+class Parts(Watch):
+    """Counts the parts of windows, too."""
 
-    per_group = True
-
-    def __init__(self):
-        self.parts = 0
-        self.windows = []
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
-        self.windows.append((state.global_step, [row["prompt"] for row in rollouts.examples]))
+    parts = 0
 
     def on_rewards(self, *args, **kwargs):
         self.parts += 1
@@ -506,7 +499,7 @@ class Watch(DASHCallback):
     stream=(False,),
 )
 def pipeline(case: dict, folder: Path, **others: Any) -> str:
-    watches = Watch(), Watch()
+    watches = Parts(), Parts()
     together, by_group = (
         trained(DASHTrainer, case, folder, callbacks=[watch], reward_pipeline=piped, **others)
         for piped, watch in enumerate(watches)
@@ -562,7 +555,7 @@ def ahead(case: dict, folder: Path) -> str:
         watch = Watch()
         done = trained(DASHTrainer, case, folder, callbacks=[watch], **others)
         assert all(weights.isfinite().all() for weights in done.model.parameters())
-        return watch.windows
+        return [(window.step, window.prompts) for window in watch.windows]
 
     seen = windows(folder / "ahead")
     at = case["at"]

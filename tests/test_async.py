@@ -18,7 +18,6 @@ from tests.fake_server import (
     FIRST,
     GROUPS,
     SECONDS,
-    STEP,
     Clock,
     Dated,
     Watch,
@@ -36,11 +35,11 @@ fakes = factory(Dated)
 
 # name → (`async_level`, settings, optimizer steps at which the windows begin)
 SEMANTICS = {
-    "a window per step": (0, STEP, [0, 1, 2, 3]),
+    "a window per step": (0, {}, [0, 1, 2, 3]),
     "two steps per window": (1, {"gradient_accumulation_steps": 2, "steps_per_generation": 4}, [0, 2, 4, 6]),
-    "two windows per step": (2, {"gradient_accumulation_steps": 4, "steps_per_generation": 2}, [0, 0, 1, 1]),
-    "three iterations": (1, {**STEP, "num_iterations": 3}, [0, 3, 6, 9]),
-    "a window begins within a step": (1, {"gradient_accumulation_steps": 4, "steps_per_generation": 6}, [0, 1, 3, 4]),
+    "two windows per step": (2, {"steps_per_generation": 2}, [0, 0, 1, 1]),
+    "three iterations": (1, {"num_iterations": 3}, [0, 3, 6, 9]),
+    "a window begins within a step": (1, {"steps_per_generation": 6}, [0, 1, 3, 4]),
 }
 
 
@@ -53,7 +52,7 @@ def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(na
     level, settings, begins = SEMANTICS[name]
     fake = fakes()
     watch = Watch()
-    groups = settings["steps_per_generation"]  # of 4 rows
+    groups = settings.get("steps_per_generation", GROUPS)  # of 4 rows
     last = len(begins) - 1
     watch.wait = lambda window: wait_until(lambda: len(fake.answered) >= groups * (min(window + level, last) + 1))
     steps = begins[-1] + max(1, begins[-1] - begins[-2])
@@ -68,7 +67,7 @@ def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(na
 
 def test_further_rounds_of_a_window_are_of_the_newest_weights(tiny_model, tmp_path, fakes):
     """No group has signal, so that each window takes as many rounds as it may; no prompt comes twice."""
-    settings = {"max_steps": 4, "max_num_gen_batches": 2, "shuffle_dataset": False, **STEP}
+    settings = {"max_steps": 4, "max_num_gen_batches": 2, "shuffle_dataset": False}
     _, watch = asynchronous(tiny_model, tmp_path, [fakes()], 2, **settings)
     first = watch.windows[::2]
     further = watch.windows[1::2]
@@ -99,7 +98,7 @@ def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_
 
     fake.load = load_and_go_on
     watch.wait = wait
-    trainer, watch = asynchronous(tiny_model, tmp_path, [fake], 1, watch=watch, max_steps=3, **STEP)
+    trainer, watch = asynchronous(tiny_model, tmp_path, [fake], 1, watch=watch, max_steps=3)
     assert watch.windows[2].tokens.tolist() == watch.windows[2].believed.tolist() == [[1, 2]] * 16
     assert trainer.vllm_generation.pool.retried == 0 and len(fake.requests) == 3 * GROUPS
 
@@ -116,7 +115,7 @@ def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_mode
         def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
             own.append(trainer.vllm_generation.generate([[7, 8, 9]] * 4, None, 4)[1])
 
-    _, watch = asynchronous(tiny_model, tmp_path, [fake], 2, max_steps=3, watch=Samples(), prepare=prepare, **STEP)
+    _, watch = asynchronous(tiny_model, tmp_path, [fake], 2, max_steps=3, watch=Samples(), prepare=prepare)
     assert len(own) == 3 and all(len(rows) == 4 for rows in own)
     asked = [tiny_tokenizer()(text=window.prompts)["input_ids"] for window in watch.windows]
     trained = [ids for window in asked for ids in dict.fromkeys(map(tuple, window))]
@@ -289,8 +288,8 @@ def test_stop_tokens_of_the_user_end_rows_and_unknown_log_probs_are_not_correcte
 
     In training the second token is that of no optimizer step, in the evaluation that of one.
     """
-    settings = {**STEP, "generation_kwargs": {"stop_token_ids": [FIRST, FIRST + 1]}, "mask_truncated_completions": True}
-    trainer, _ = asynchronous(tiny_model, tmp_path, [fake := fakes()], 0, max_steps=1, **settings)
+    settings = {"generation_kwargs": {"stop_token_ids": [FIRST, FIRST + 1]}, "mask_truncated_completions": True}
+    trainer, _ = asynchronous(tiny_model, tmp_path, [fake := fakes()], 0, **settings)
     logged = trainer.state.log_history[0]
     assert logged["completions/clipped_ratio"] == 0.0 and logged["completions/mean_terminated_length"] == 2.0
     assert trainer.evaluate(prompts(4))["eval_completions/clipped_ratio"] == 0.0

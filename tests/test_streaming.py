@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHTrainer, RewardRunner
 from tests.doubles import SavesBetween
-from tests.fake_server import GROUPS, STEP, Varied, Watch, asynchronous, factory, is_idle, settle
-from tests.tiny import assert_same_update, parameters, prompts, refusal, refused
+from tests.fake_server import GROUPS, Varied, Watch, asynchronous, factory, is_idle, settle
+from tests.tiny import assert_same_update, prompts, refusal, refused
 from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
@@ -34,12 +33,10 @@ class Reward:
 class Unstreamed(DASHTrainer):
     """Rewards begin when all rows are there, decoded by TRL. `sampled`: what TRL made of them."""
 
-    def _begin_run(self) -> None:
-        super()._begin_run()
-        self.sampled = []
+    sampled: tuple[Any, ...] = ()
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self.sampled += zip(prompts, completions, completion_ids_list, strict=True)
+        self.sampled += tuple(zip(prompts, completions, completion_ids_list, strict=True))
         return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
 
@@ -47,7 +44,6 @@ def trained(model: str, output: Any, servers: list[Any], level: int = 0, **setti
     """Trains; returns the trainer and the reward."""
     reward = settings.pop("reward", None) or Reward()
     runner = RewardRunner(reward, max_concurrency=settings.pop("max_concurrency", 256))
-    settings = {"max_steps": 1, **STEP, **settings}
     return asynchronous(model, output, servers, level, reward=runner, **settings)[0], reward
 
 
@@ -65,8 +61,6 @@ def test_rewards_begin_before_the_last_group_is_sampled(tiny_model, tmp_path, se
 class NextIsSampled(Watch):
     """When a window's rewards have come, the next one's rows have, too."""
 
-    per_group = True
-
     def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
         wait_until(lambda: is_idle(trainer.vllm_generation.pool))
         settle(trainer.vllm_generation.pool)
@@ -82,10 +76,6 @@ def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model
 
 
 class Counted(DASHTrainer):
-    def _begin_run(self):
-        super()._begin_run()
-        self.passes.clear()
-
     def _compute_loss(self, model, inputs):
         self.passes.append(model)
         return super()._compute_loss(model, inputs)
@@ -109,13 +99,12 @@ def test_a_group_that_is_never_sampled_ends_the_run(tiny_model, tmp_path, server
 def test_rewards_that_cannot_begin_end_the_run(tiny_model, tmp_path, server):
     lock = Lock()
     runner = RewardRunner(lambda completion: float(lock.locked()), backend="process")
-    settings = {"reward": runner, "reward_pipeline": True, "max_steps": 1, **STEP}
+    settings = {"reward": runner, "reward_pipeline": True}
     said = refusal(asynchronous, tiny_model, tmp_path, [server()], 0, **settings)
     assert "cannot be sent to another process" in said
 
 
 def test_a_checkpoint_between_micro_steps_loses_no_row(tiny_model, tmp_path, server):
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     plain, saved = (
         trained(
             tiny_model,
@@ -127,7 +116,7 @@ def test_a_checkpoint_between_micro_steps_loses_no_row(tiny_model, tmp_path, ser
         )[0]
         for watch in (Watch(), SavesBetween())
     )
-    assert_same_update(start, parameters(plain.model), parameters(saved.model), tolerance=1e-5)
+    assert_same_update(tiny_model, plain, saved)
     assert (tmp_path / "checkpoint-0").exists()
 
 
@@ -156,9 +145,8 @@ def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, 
     assert (streamed.vllm_generation.pool.retried > 0) == (len(options) > 1)
     assert list(streamed._logs["rewards"]["Reward"]) == list(plain._logs["rewards"]["Reward"])
     assert list(streamed._logs["completion"]) == list(plain._logs["completion"])
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     tolerance = 1e-5 if "reward_pipeline" in settings else 0.0
-    assert_same_update(start, parameters(plain.model), parameters(streamed.model), tolerance=tolerance, least=1e-2)
+    assert_same_update(tiny_model, plain, streamed, tolerance=tolerance, least=1e-2)
 
 
 def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_model, tmp_path, server):

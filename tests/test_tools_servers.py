@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from dash_trl import RewardRunner
-from tests.fake_server import SECONDS, STEP, Dated, asynchronous, factory, is_idle
+from tests.fake_server import SECONDS, Dated, asynchronous, factory, is_idle
 from tests.scripted_turns import parsed, written
 from tests.tiny import EOS, noting, user
 from tests.vllm_run import wait_until
@@ -99,7 +99,7 @@ def train(
 ) -> list[Notes]:
     """A run without shuffling; returns the environments."""
     made = settings.pop("made", [])
-    settings = {"max_steps": 1, "max_completion_length": 120, "shuffle_dataset": False, **STEP, **settings}
+    settings = {"max_completion_length": 120, "shuffle_dataset": False, **settings}
     numbers = list(range(64))
     problems = Dataset.from_dict({"prompt": [user(f"{number}+1=") for number in numbers], "number": numbers})
     more = {"environment_factory": partial(Notes, made, noted)}

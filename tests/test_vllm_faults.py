@@ -37,7 +37,6 @@ UNREADABLE = "gave an answer that cannot be read"
 # fault → what is said of a server that has it
 FAULTS = {
     "500": "answered 500",
-    "429": "answered 429",
     "hangs": "took longer than 0.2 s",
     "truncated JSON": UNREADABLE,
     "breaks off": "ClientPayloadError",
