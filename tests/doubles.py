@@ -119,6 +119,18 @@ class Penalised(DASHTrainer):
         return super()._compute_loss(model, inputs) + term
 
 
+class NotingPasses(DASHTrainer):
+    """`rows`: those of each pass of a model, by whether it has a gradient."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rows: dict[bool, list[list[list[int]]]] = {True: [], False: []}
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+        self.rows[torch.is_grad_enabled()].append(input_ids.tolist())
+        return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+
+
 class Replaced(DASHTrainer):
     def _compute_loss(self, model, inputs):
         return token_log_probs(self, model, inputs).sum()

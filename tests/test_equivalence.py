@@ -12,9 +12,9 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig
 
-from dash_trl import DASHTrainer
 from dash_trl.log_probs import CorrectionInPass
 from dash_trl.update import MicroBatch, Pass, Share
+from tests.doubles import NotingPasses
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
@@ -207,20 +207,6 @@ def test_importance_sampling_correction(train, loss_type, mode):
     assert "sampling/importance_sampling_ratio/mean" in dash.state.log_history[0]
 
 
-@pytest.fixture
-def passes(monkeypatch) -> list[bool]:
-    """Records for each pass of the policy whether it has a gradient."""
-    made: list[bool] = []
-    of_pass = DASHTrainer._get_per_token_logps_and_entropies
-
-    def noted(self, *args, **kwargs):
-        made.append(torch.is_grad_enabled())
-        return of_pass(self, *args, **kwargs)
-
-    monkeypatch.setattr(DASHTrainer, "_get_per_token_logps_and_entropies", noted)
-    return made
-
-
 def may_draw(trainer) -> None:
     """A `prepare` for a model whose passes may differ, as far as the trainer knows. The module is never called."""
     corrects(trainer)
@@ -228,7 +214,7 @@ def may_draw(trainer) -> None:
 
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate"])
-def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, train, passes, mode):
+def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, train, mode):
     """Two windows per optimizer step: the update and the figures are those of a pass before training."""
     settings = {
         **CORRECTED,
@@ -237,10 +223,9 @@ def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model,
         "gradient_accumulation_steps": 8,
         "steps_per_generation": 4,
     }
-    found = train(**settings)
-    assert all(passes)
-    before = train(**{**settings, "prepare": may_draw})
-    assert not all(passes)
+    found = train(NotingPasses, **settings)
+    before = train(NotingPasses, **{**settings, "prepare": may_draw})
+    assert found.rows[True] and before.rows[False] and not found.rows[False]
     assert_same_update(tiny_model, before, found, least=1e-4)
     for log, other in zip(found.state.log_history, before.state.log_history, strict=True):
         figures = {name: value for name, value in other.items() if name.startswith(("sampling/", "off_policy/"))}
@@ -252,14 +237,13 @@ def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model,
     "settings",
     [
         {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 2},  # Mini
-        {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 4},  # another pass draws other noise
+        {"neftune_noise_alpha": 5.0},  # another pass draws other noise
         {"num_iterations": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 4},  # a cut may part the two
     ],
 )
-def test_the_sampler_is_corrected_by_a_pass_of_its_own(train, passes, settings):
+def test_the_sampler_is_corrected_by_a_pass_of_its_own(train, settings):
     """Where a training pass may find other log-probs than those of the weights that began the window."""
-    train(**CORRECTED, **settings)
-    assert not all(passes)
+    assert train(NotingPasses, **CORRECTED, **settings).rows[False]
 
 
 def test_what_a_training_pass_corrects():

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from trl import GRPOTrainer
 from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.update import padding_effect
-from tests.doubles import Delayed
+from tests.doubles import Delayed, NotingPasses
 from tests.models import SIZES
 from tests.prefix_values import random_requests
 from tests.tiny import assert_same_update, load, log_probs, pad, prompts, run, save_tiny_model
@@ -46,17 +45,12 @@ def saved(name: str, folder) -> str:
     return save_tiny_model(folder / "model", kind, config, **settings)
 
 
-class Noting(DASHTrainer):
-    """Notes the rows of each pass, by whether it has a gradient, and the distances of its log-probs to the old ones."""
+class Noting(NotingPasses):
+    """Notes the distances of the log-probs of training passes to the old ones, too."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.far: list[float] = []
-        self.rows: dict[bool, list[Any]] = {True: [], False: []}
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
-        self.rows[torch.is_grad_enabled()].append(input_ids.tolist())
-        return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
 
     def per_token_loss(self, log_probs, old_log_probs, advantages, mask):
         self.far.append(((log_probs.detach() - old_log_probs).abs() * mask).max().item())
