@@ -8,7 +8,7 @@ import torch
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from tests.doubles import odd
-from tests.tiny import Snapshots, assert_same_update, load, log_probs, noting
+from tests.tiny import Snapshots, assert_same_update, load, log_probs, noting, refused
 
 SHAPES = {
     "gradient_accumulation_steps": 2,
@@ -123,9 +123,10 @@ def test_a_sampler_with_another_distribution_is_refused(trained, tiny_model):
     ):
         model = load(tiny_model)
         model.generation_config.update(**of_model)
-        refused = pytest.raises(ValueError, match=f"from another distribution than the model's: .*{named}")
-        with refused if named else nullcontext():
+        is_refused = pytest.raises(ValueError, match=f"from another distribution than the model's: .*{named}")
+        with is_refused if named else nullcontext():
             trained(Built, loaded=model, **settings)
+    refused("async_level=2 lets servers sample", trained, async_level=2)
 
 
 def test_a_pass_has_as_many_tokens_as_one_of_trls_with_dropped_rows(train):
@@ -135,5 +136,5 @@ def test_a_pass_has_as_many_tokens_as_one_of_trls_with_dropped_rows(train):
         return {"prompt_ids": [[6] * 8] * 16, "completion_ids": [[5] * 30] * 4 + [[5]] * 12, "logprobs": None}
 
     settings = {"reward": lambda prompts, **columns: [0.0] * 4 + [0.0, 1.0] * 6, "share_prompts": False}
-    (log, *_) = train(rollouts=rollouts, max_steps=1, **settings).state.log_history
+    (log, *_) = train(rollouts=rollouts, **settings).state.log_history
     assert log["filter/kept_rows"] == 0.75 and log["packing/max_tokens"] == 12 * (8 + 1)
