@@ -9,7 +9,6 @@ import torch
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.monitoring import corrected_share
 from tests import reference
-from tests.doubles import same
 from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, load, refused
 
 NAN = math.nan
@@ -175,18 +174,6 @@ def test_a_loss_of_ones_own(tiny_model, train, others):
         ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold=0.5 does not go"),
     ):
         refused(said, train, ByHand, **wrong)
-
-
-def test_resumed_in_the_middle_of_a_window(train, tmp_path):
-    """Its old log-probs are the sampler's."""
-    settings = {"steps_per_generation": 8, "max_steps": 2, "learning_rate": 0.2, "loss_type": "aipo"}
-
-    def trained(**others) -> DASHTrainer:
-        return train(rollouts=ScriptedRollouts(noise=0.7), **{**settings, **others})
-
-    whole = trained(save_strategy="steps", save_steps=1)
-    resumed = trained(resume=tmp_path / "checkpoint-1")
-    same(whole, resumed)
 
 
 def test_the_figures_of_trls_losses(train):
