@@ -16,10 +16,8 @@ from tests.tiny import ScriptedReward, assert_same_update, prompts, refused
 @pytest.mark.parametrize(
     ("most", "constant", "settings"),
     [
-        (8, 0.5, {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "dapo"}),  # Mini
-        (8, 0.5, {"loss_type": "grpo", "max_tokens_per_microbatch": 60}),
-        (2, 0.9, {"loss_type": "dapo"}),  # not filled: silent groups are in the normaliser
-        (2, 0.9, {"loss_type": "bnpo", "filter_denominator": "kept"}),
+        (8, 0.5, {"gradient_accumulation_steps": 2, "steps_per_generation": 4}),  # Mini
+        (2, 0.9, {}),  # not filled: silent groups are in the normaliser
         (8, 0.5, {"num_iterations": 2, "loss_type": "grpo"}),  # Multi: one window of two optimizer steps, as Mini
     ],
 )
@@ -31,10 +29,8 @@ def test_the_update_is_trls_on_the_groups_of_the_window(tiny_model, train, most,
     found = train(rollouts=rollouts, max_num_gen_batches=most, **settings)
     windows = expected_windows(dataset, reward, most, 2)
     assert windows[0] != list(range(ROOM))  # more was sampled
-    own = {name: settings.pop(name) for name in ("max_tokens_per_microbatch", "filter_denominator") if name in settings}
     chosen = dataset.select([row for window in windows for row in window])
-    kind, settings = (DASHTrainer, settings | own) if "filter_denominator" in own else (GRPOTrainer, settings)
-    expected = train(kind, rollouts=ByPrompt(), dataset=chosen, **settings)
+    expected = train(GRPOTrainer, rollouts=ByPrompt(), dataset=chosen, **settings)
     assert_same_update(tiny_model, expected, found)
     handed = [row for one in rollouts.rounds for row in one]
     assert handed == dataset["prompt"][: len(handed)]
@@ -131,7 +127,7 @@ def test_what_only_one_round_has_is_kept(train, number):
 
 def test_a_column_of_an_earlier_window_is_dropped(train):
     """It has the rows of that window, and TRL would fail to write a table of columns of other lengths."""
-    reward = ScriptedReward(constant=0.5)
+    reward = ScriptedReward()
     once = iter([True])
 
     def noted(prompts, completion_ids, log_extra, **kwargs):
