@@ -90,14 +90,6 @@ def test_missing_is_not_zero(qwen, tokenizer):
     assert AnswerLogProbValue().score([], qwen, tokenizer) == []
 
 
-def test_the_model_is_left_as_it_was(qwen, tokenizer):
-    qwen.train()
-    qwen.model.layers[0].eval()
-    score(AnswerLogProbValue(), qwen, tokenizer)
-    assert qwen.training and not qwen.model.layers[0].training and qwen.model.layers[1].training
-    assert all(parameter.grad is None for parameter in qwen.parameters())
-
-
 # ----------------------------------------------------------------------------------------- what is forced, and where
 
 CLOSED = "\nThe answer is 9"
