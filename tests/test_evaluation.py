@@ -3,14 +3,14 @@
 import asyncio
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from dash_trl.evaluation import (
     LocalSampler,
-    Sampler,
     bootstrap_interval,
     differences,
     evaluate,
@@ -133,11 +133,11 @@ def test_model_and_random_state_are_left_as_they_were(model, tokenizer):
     model.model.layers[0].eval()
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    one = sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=1)
+    drawn = partial(sample_completions, model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8)
+    one = drawn(seed=1)
     assert torch.equal(state, torch.get_rng_state())
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
-    assert one == sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=1)
-    assert one != sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=2)
+    assert one == drawn(seed=1) != drawn(seed=2)
 
 
 # ------------------------------------------------------------ figures
@@ -189,14 +189,11 @@ def test_models_are_compared_problem_by_problem():
     }
 
 
-def test_the_chat_template_gets_the_arguments_of_training(tiny_model):
-    class Echo(Sampler):
-        def _draw(self, prompts, *sampling):
-            yield from ((index, [prompt]) for index, prompt in enumerate(prompts))
-
+def test_the_chat_template_gets_the_arguments_of_training(model, tiny_model):
+    """And a text for each content, whose parts it could not add to another text."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking is false %} = {% endif %}"
-    prompts = [user([{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}])]
-    for settings, prompt in ((None, "1 + 1"), ({"enable_thinking": False}, "1 + 1 = ")):
-        ((_, (sample,)),) = Echo(tokenizer, GenerationConfig()).sample(prompts, chat_template_kwargs=settings)
-        assert sample.text == prompt
+    tokenizer.chat_template = "{{ messages[0]['content'] + '=' }}{% if enable_thinking is false %}<|im_end|>{% endif %}"
+    prompt = user([{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}])
+    sample = partial(LocalSampler(model, tokenizer).sample, [prompt])
+    sample()
+    refused("ends with an end token", sample, chat_template_kwargs={"enable_thinking": False})
