@@ -1,7 +1,6 @@
 """Shared fixtures: a tiny model on disk, scripted rollouts, and TRL beside DASH."""
 
 import importlib.util
-import json
 import os
 import platform
 import resource
@@ -161,8 +160,9 @@ def start(tiny_model: str) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def own_folder(toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
     """Changes to a folder with the toy model and a file of problems, and returns it."""
-    rows = [json.dumps({"prompt": f"{i}+2=", "answer": str(i + 2)}) + "\n" for i in range(16)]
-    (tmp_path / "own.jsonl").write_text("".join(rows))
+    from tests.tiny import write_rows
+
+    write_rows(tmp_path / "own.jsonl", [{"prompt": f"{i}+2=", "answer": str(i + 2)} for i in range(16)])
     (tmp_path / "model").symlink_to(toy)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -18,7 +18,7 @@ from trl.trainer import grpo_trainer
 
 from dash_trl import DASHConfig
 from tests.launching import ROOT
-from tests.tiny import figure_names
+from tests.tiny import figure_names, is_documented
 
 DOCS = ROOT / "docs"
 sys.path.append(str(ROOT / "tools"))
@@ -68,10 +68,6 @@ def test_every_figure_of_the_documentation_is_in_a_source():
         *parts, last = filter(None, re.split(r"<\w+>|/|^(?:eval|train)_|_(?=low$|high$)", name))
         ends = re.compile(rf"\b_?{last}[\"'{{]")
         assert any(all(part in source for part in parts) and ends.search(source) for source in sources), name
-
-
-def matches(template: str, name: str) -> bool:
-    return re.fullmatch(re.sub(r"<\w+>", "[^/]*", re.escape(template)), name) is not None
 
 
 # ------------------------------------------------------------------------------------------------------------- prose
@@ -133,10 +129,9 @@ def test_flags_that_pages_name_exist():
 
 
 def test_figures_that_pages_name_are_logged():
-    documented = figure_names()
-    prefixes = {name.partition("/")[0] for name in documented if "/" in name}
+    prefixes = {name.partition("/")[0] for name in figure_names() if "/" in name}
     for path in PAGES:
         for name in re.findall(r"`([a-z_]+/[a-z_/]*[a-z_])`", path.read_text()):
             is_file = any((folder / name).exists() for folder in (ROOT, ROOT / "dash_trl"))
             if name.partition("/")[0] in prefixes and not is_file:
-                assert any(matches(one, name) for one in documented), f"{name_of(path)}: {name}"
+                assert is_documented(name), f"{name_of(path)}: {name}"

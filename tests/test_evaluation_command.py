@@ -46,8 +46,8 @@ def evaluate(*arguments: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model) -> tuple:
-    return load(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+def model(tiny_model, tokenizer) -> tuple:
+    return load(tiny_model), tokenizer
 
 
 def test_batches_may_split_a_prompt_and_have_seeds_of_their_own(model):
@@ -68,23 +68,19 @@ def test_truncated_is_what_did_not_end(model, tiny_model):
         assert all(len(one.token_ids) == 40 for one in samples if one.truncated)
 
 
-def test_a_lora_adapter_is_merged(tiny_model):
+def test_a_lora_adapter_is_merged(tiny_model, tokenizer):
     """Unless the caller has it: its generation config is as before, which PEFT's generate writes into its model."""
     torch.manual_seed(0)
     adapted = get_peft_model(
         load(tiny_model), LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     )
     adapted.save_pretrained("lora")
-    ids = torch.tensor([AutoTokenizer.from_pretrained(tiny_model)("1 + 2")["input_ids"]])
+    ids = torch.tensor([tokenizer("1 + 2")["input_ids"]])
     with open_sampler(Path("lora").resolve()) as sampler:
         assert not any("lora" in name for name, _ in sampler.model.named_parameters())
         assert torch.allclose(sampler.model.cpu()(ids).logits, adapted(ids).logits, atol=1e-4)
     ends = adapted.generation_config.eos_token_id = [1, 77]
-    list(
-        LocalSampler(adapted, AutoTokenizer.from_pretrained(tiny_model)).sample(
-            ["1"], num_samples=1, max_completion_length=3
-        )
-    )
+    list(LocalSampler(adapted, tokenizer).sample(["1"], max_completion_length=3))
     assert adapted.generation_config.eos_token_id == adapted.base_model.model.generation_config.eos_token_id == ends
 
 

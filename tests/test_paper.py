@@ -21,10 +21,11 @@ from dash_trl.evaluation import EvaluationArguments
 from dash_trl.evaluation import main as evaluate
 from dash_trl.workers import Command
 from tests.launching import ROOT
-from tests.tiny import refusal, refused
+from tests.tiny import refusal, refused, write_rows
 
 EXAMPLES = ROOT / "examples"
 TABLES = list(experiments.TABLES)
+RUN = runner.Run("dash", "0.5", 0)
 QUICK = ("table10", "--quick", "--seeds", "0", "--output_dir")
 
 
@@ -118,10 +119,9 @@ def pretend(one: runner.Scale, method: str, accuracies=(), seconds=(), kinds=("i
             figures = {"accuracy": accuracy, "accuracy_interval": [accuracy - 0.05, accuracy + 0.05], "pass_at": {}}
             file.write_text(json.dumps({**figures, "failed": 0.02 * (accuracy == 0.25)}))
     for run, elapsed in zip(one.runs(method, "0.5"), seconds, strict=False):
-        one.home(run).mkdir(parents=True, exist_ok=True)
         rewards = {0.1: 1, 0.2: 2, 0.4: 2}
         logs = [{"step": step, "reward": one, "time/elapsed": elapsed * step / 2} for one, step in rewards.items()]
-        (one.home(run) / "metrics.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
+        write_rows(one.home(run) / "metrics.jsonl", logs)
         (one.home(run) / "run.json").write_text(json.dumps(one.command(run)))
 
 
@@ -170,32 +170,30 @@ def test_one_run_has_the_interval_of_its_evaluation(tmp_path):
 
 def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tmp_path, monkeypatch):
     one = scale("toy", tmp_path, quick=True)
-    run = runner.Run("dash", "0.5", 0)
     for method in ("dash", "no_kl"):
         pretend(one, method, [0.8], [20.0])
-    runner.Work(one).train(run)  # starts nothing
+    runner.Work(one).train(RUN)  # starts nothing
     assert "holds results of other settings: 2, where this one has 40" in refusal(
-        runner.Work(scale("toy", tmp_path)).train, run
+        runner.Work(scale("toy", tmp_path)).train, RUN
     )
     assert one.command(runner.Run("mini", "0.5", 0))[-4:-2] == ["--time_limit", "20.0"]
-    (one.home(run) / "run.json").unlink()  # as an interrupt leaves it
+    (one.home(RUN) / "run.json").unlink()  # as an interrupt leaves it
     monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["false"])
-    refused("false ended with 1", runner.Work(one).train, run, error=RuntimeError)
-    assert [path.name for path in one.home(run).iterdir()] == ["begun.json"]
-    assert not one.figures("in", str(one.home(run))).exists()
+    refused("false ended with 1", runner.Work(one).train, RUN, error=RuntimeError)
+    assert [path.name for path in one.home(RUN).iterdir()] == ["begun.json"]
+    assert not one.figures("in", str(one.home(RUN))).exists()
     assert one.figures("in", one.models("no_kl", "0.5")[0]).exists()
 
 
 def test_a_half_done_run_resumes_from_a_whole_checkpoint(tmp_path, monkeypatch):
     one = scale("toy", tmp_path)
-    run = runner.Run("dash", "0.5", 0)
     monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["sh", "-c", "echo $*", "sh"])
-    (path := one.home(run) / "checkpoint-9").mkdir(parents=True)
-    assert not runner.has_checkpoint(one.home(run))
+    (path := one.home(RUN) / "checkpoint-9").mkdir(parents=True)
+    assert not runner.has_checkpoint(one.home(RUN))
     (path / "trainer_state.json").touch()
-    runner.Work(one).train(run)
+    runner.Work(one).train(RUN)
     assert (tmp_path / "logs" / "dash_seed0.log").read_text() == "--resume_from_checkpoint true\n"
-    assert runner.is_done(one.home(run)) and path.exists()
+    assert runner.is_done(one.home(RUN)) and path.exists()
 
 
 def test_servers_are_stopped_after_the_training_that_they_serve(tmp_path, monkeypatch):
@@ -205,10 +203,9 @@ def test_servers_are_stopped_after_the_training_that_they_serve(tmp_path, monkey
     monkeypatch.setattr(runner.Scale, "servers", lambda self, run: ["sh", "-c", server])
     monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["sh", "-c", training, "sh"])
     one = scale("paper", tmp_path)
-    run = runner.Run("dash", "0.5", 0)
-    runner.Work(one, list("abcdef")).train(run)
-    said = (tmp_path / "logs" / f"{one.home(run).name}.log").read_text()
-    assert runner.is_done(one.home(run)) and said == "a,b,c,d --vllm_server_urls http://a:1\n"
+    runner.Work(one, list("abcdef")).train(RUN)
+    said = (tmp_path / "logs" / f"{one.home(RUN).name}.log").read_text()
+    assert runner.is_done(one.home(RUN)) and said == "a,b,c,d --vllm_server_urls http://a:1\n"
 
 
 def test_an_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 
 from dash_trl import DASHCallback, ProcessRewardCallback
 from dash_trl.process_rewards import (
@@ -28,6 +27,7 @@ from tests.tiny import (
     ScriptedRollouts,
     assert_same_update,
     noting,
+    prompts,
     refusal,
     refused,
     said,
@@ -35,9 +35,6 @@ from tests.tiny import (
 )
 
 NAN = math.nan
-PROBLEMS = Dataset.from_dict(
-    {"prompt": [f"{i} + {i} = " for i in range(16)], "answer": [str(2 * i) for i in range(16)]}
-)
 
 
 def every_third(text: str) -> range:
@@ -53,7 +50,7 @@ def callback(**arguments) -> ProcessRewardCallback:
 def train(train):
     def with_callbacks(*callbacks, reward=lambda **kwargs: [0.0] * len(kwargs["prompts"]), **settings):
         seen = noting("on_advantages")  # after the process rewards
-        settings = {"dataset": PROBLEMS, "reward": reward, "callbacks": [*callbacks, seen], **settings}
+        settings = {"dataset": prompts(16), "reward": reward, "callbacks": [*callbacks, seen], **settings}
         return train(**settings), seen.noted[-1]
 
     return with_callbacks
