@@ -10,10 +10,7 @@ import pytest
 from dash_trl.distributed import Ranks
 from tests.scripted_turns import (
     LONGEST,
-    OF_ENVIRONMENTS,
-    RANDOM_CALLS,
     SCENARIOS,
-    SEVERAL,
     SMALL,
     TOOLS,
     RandomTurns,
@@ -32,7 +29,7 @@ def test_everything_that_trl_logs_and_asks(tool_model, tmp_path, name):
 
 
 UPDATES: dict[str, dict[str, Any]] = {
-    "dapo, shared prompts": {"loss_type": "dapo"},
+    "dapo, shared prompts": {},
     "grpo, packed, beta, nothing is dropped": {
         "loss_type": "grpo",
         "max_tokens_per_microbatch": 300,
@@ -51,20 +48,13 @@ UPDATES: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_mode": "sequence_truncate",
         "vllm_importance_sampling_clip_max": 1.05,
     },
-    "environments, truncated rows are masked": {
-        "more": SEVERAL,
-        "calls": OF_ENVIRONMENTS,
-        "mask_truncated_completions": True,
-        "reward_weights": [5.0],
-    },
 }
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_the_update_is_trls(train, tool_model, name):
     settings = {"learning_rate": 0.3, "more": {"tools": TOOLS}, **UPDATES[name]}
-    turns = RandomTurns(calls=settings.pop("calls", RANDOM_CALLS))
-    script = plays(turns, *settings.pop("also", ()), noise=settings.pop("noise", None))
+    script = plays(RandomTurns(), *settings.pop("also", ()), noise=settings.pop("noise", None))
     others = {"in_process": True, "dataset": problems(64), "prepare": script, "max_completion_length": LONGEST}
     steps, trl, dash = compare(train, model=tool_model, **settings, **others)
     assert steps[-1][1] > 1e-4 and steps[-1][0] <= 1e-5
