@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.math_reward import DATA, FILES, in_box, run
+from benchmarks.math_reward import FILES, in_box, run
 from dash_trl.rewards import MathAccuracyReward
-
-needs_data = pytest.mark.skipif(
-    not all((DATA / file).exists() for file in FILES), reason=f"GSM8K and MATH-500 are not in {DATA}"
-)
+from tests.launching import SHARED, needs_data
 
 
 def misbehave(completion: str, gold: str) -> float:
@@ -105,7 +102,7 @@ def test_golds(reward, tmp_path, gsm8k, math500, golds):
     for file in FILES:
         stride = gsm8k if file.startswith("gsm8k") else math500
         (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text("\n".join((DATA / file).read_text().splitlines()[::stride]))
+        (tmp_path / file).write_text("\n".join((SHARED / file).read_text().splitlines()[::stride]))
     report = run(reward, tmp_path)
     assert report["golds"] == golds
     assert report["failures"] == []
@@ -115,11 +112,13 @@ def test_golds(reward, tmp_path, gsm8k, math500, golds):
 
 
 def test_none_empty_and_conversational_completions_and_no_rows(reward):
+    from tests.tiny import assistant  # here: worker processes import this file, but not torch
+
     completions = [
-        [{"role": "assistant", "content": r"\boxed{5}"}],
-        [{"role": "assistant", "content": r"\boxed{6}"}],
-        [{"role": "assistant", "content": r"\boxed{6}"}, {"role": "assistant", "content": [{"text": r"\boxed{5}"}]}],
-        [{"role": "assistant", "content": None}],
+        assistant(r"\boxed{5}"),
+        assistant(r"\boxed{6}"),
+        assistant(r"\boxed{6}") + assistant([{"text": r"\boxed{5}"}]),
+        assistant(None),
         [],
         None,
     ]
