@@ -1,6 +1,5 @@
 """Advantages against the definition in floats, and the properties that must hold for any input."""
 
-import math
 from functools import partial
 from itertools import product
 
@@ -120,7 +119,6 @@ def test_advantages_that_cannot_be_used_name_the_estimator():
         (torch.zeros(4, 1), r"returned has the shape \[4, 1\], which is not \[N=4\]"),
         (torch.zeros(4, dtype=torch.long), r"returned \[N=4\] has the dtype torch.int64. Pass floats"),
         (torch.tensor([0.0, NAN, 0.0, 0.0]), r"returned nan for row 1, whose rewards are \[0.0\] \(1 such rows\)"),
-        (torch.tensor([0.0, 0.0, 0.0, -math.inf]), "returned -inf for row 3"),
     ):
         refused(f"Mine.compute_advantages {said}", checked_advantages, returned, REWARDS, "Mine.compute_advantages")
 
@@ -149,7 +147,6 @@ def test_the_wrong_argument_is_named():
     """One of another rank or length: broadcast, it would train on something else."""
     for rewards, weights, said in (
         (torch.zeros(4), WEIGHTS, r"rewards has the shape \[4\], which is not \[N, F\]"),
-        (REWARDS_OF_TWO, torch.zeros(1), r"weights has the shape \[1\], which is not \[F=2\]"),
         (REWARDS_OF_TWO, torch.zeros(4, 1), r"weights has the shape \[4, 1\], which is not \[F=2\]"),
         (REWARDS_OF_TWO, [1.0, 1.0], r"weights is a list. Pass a tensor \[F=2\]"),
     ):
