@@ -56,8 +56,7 @@ def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
     completion = "7+5=12\nThe answer is 12"
     row = {"prompt": prompt, "completion": completion}
     if chat:
-        roles = {"prompt": "user", "completion": "assistant"}
-        row = {name: [{"role": roles[name], "content": text}] for name, text in row.items()}
+        row = {"prompt": user(prompt), "completion": assistant(completion)}
     write_rows(own_folder / "rows.jsonl", [row] * 4)
     sft.main(flags({**SMALL, "model_name_or_path": "model", "completions": "rows.jsonl", "output_dir": "out"}))
     ((trainer, measure),) = seen
@@ -113,10 +112,8 @@ def test_mistakes(own_folder, monkeypatch):
         (FILE, [{"prompt": "p", "text": "t"}], r"\['completion'\] not in the dataset"),
         # the dataset
         ({**MODEL, **DATA}, [], r"Row 0 lacks a solution \(an answer alone is none"),
-        ({**MODEL, "dataset_name": "code.jsonl"}, [], "Row 0 lacks a solution"),
     ]
     monkeypatch.setattr(sft, "SFTTrainer", None)
-    write_rows(own_folder / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
     for settings, rows, message in mistakes:
         write_rows(own_folder / "rows.jsonl", rows)
         refused(message, sft.main, flags({**SMALL, **settings}))
