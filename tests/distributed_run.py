@@ -167,6 +167,7 @@ class Late:
 server = factory(Varied)
 ALWAYS = range(1000)  # numbers of the calls whose rewards have no signal: all
 ON_RANK_1 = ALWAYS if RANK == 1 else ()
+NONE_ON_RANK_1 = ScriptedReward(constant=0.3, silent=ON_RANK_1)
 
 
 class PlainPasses(DASHCallback):
@@ -277,13 +278,12 @@ def test_a_compiled_model(train, models, monkeypatch):
     """Packed passes of several samples; rank 1 runs dummies. (Under ZeRO-3 TRL's fused LM head cannot be compiled.)"""
     waits = []
     no_sync = DistributedDataParallel.no_sync
-    rewards = [ScriptedReward(constant=0.3, silent=ON_RANK_1) for _ in range(2)]
-    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    expected = whole(train("one layer", GRPOTrainer, reward=rewards[0], **settings))
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "reward": NONE_ON_RANK_1}
+    expected = whole(train("one layer", GRPOTrainer, **settings))
     monkeypatch.setattr(DistributedDataParallel, "no_sync", lambda model: waits.append(model) or no_sync(model))
     settings |= {"loaded": with_flash_stand_in(models["one layer"][0]), "max_tokens_per_microbatch": 100}
     settings |= {"torch_compile": True, "torch_compile_backend": "eager"}
-    trainer = train("one layer", expected=expected, reward=rewards[1], **settings)
+    trainer = train("one layer", expected=expected, **settings)
     assert trainer.state.log_history[0]["packing/padding_free"] == 1 and waits
 
 
@@ -291,7 +291,7 @@ def test_a_compiled_model(train, models, monkeypatch):
     "settings",
     [
         # KL of a rank without rows, where dropped rows leave it out
-        {"reward": ScriptedReward(constant=0.3, silent=ON_RANK_1), "beta": 0.04, "num_iterations": 2},
+        {"reward": NONE_ON_RANK_1, "beta": 0.04, "num_iterations": 2},
         # Optimizer steps are filled in the order of arrival, another one on each rank; a checkpoint cuts a window.
         {
             "reward": RewardRunner(Late(ON_RANK_1)),
@@ -387,8 +387,7 @@ def test_the_entropy_bonus(train):
     logs = {}
     for coefficient in (0.0, 0.5):
         settings = {"entropy_coef": coefficient, "max_tokens_per_microbatch": 30}
-        reward = ScriptedReward(constant=0.3, silent=ON_RANK_1)
-        logs[coefficient] = train(reward=reward, **settings).state.log_history[0]
+        logs[coefficient] = train(reward=NONE_ON_RANK_1, **settings).state.log_history[0]
     entropy = logs[0.5]["entropy"]
     assert (logs[0.0]["loss"] - logs[0.5]["loss"]) / 0.5 == pytest.approx(entropy, rel=1e-3) and entropy > 1.0
 
