@@ -461,13 +461,11 @@ class TestRay(InAnotherProcess):
             calls = call_all(backend, alone, [{"path": str(tmp_path / "taken")}] * 4, timeout=MINUTES)
         assert calls == [None] * 4
 
-    def test_two_trainings_share_a_cluster(self, ray_cluster, tmp_path):
+    def test_two_trainings_share_a_cluster(self, ray_cluster, python, tmp_path):
         """Another process finds it by RAY_ADDRESS, with functions of its main script."""
         (tmp_path / "script.py").write_text(ANOTHER_TRAINING)
-        command = [sys.executable, str(tmp_path / "script.py")]
-        environment = {**os.environ, "RAY_ADDRESS": ray_cluster}
-        done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=MINUTES)
-        assert (done.returncode, done.stdout) == (0, "[7, 7, 7]\n"), done.stderr
+        done = python(tmp_path / "script.py", env={**os.environ, "RAY_ADDRESS": ray_cluster})
+        assert done.stdout == "[7, 7, 7]\n", done.stderr
 
 
 def test_a_cluster_that_is_not_there(monkeypatch):

@@ -1,7 +1,5 @@
 """A real pretrained model, SmolLM2-135M-Instruct, on a real vLLM server."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +23,8 @@ SETTINGS = {
 
 
 @pytest.fixture
-def path() -> str:
-    return subprocess.check_output([sys.executable, ROOT / "benchmarks" / "smollm2.py"], text=True).splitlines()[-1]
+def path(python) -> str:
+    return python(ROOT / "benchmarks" / "smollm2.py").stdout.splitlines()[-1]
 
 
 @pytest.fixture
