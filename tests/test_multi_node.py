@@ -15,7 +15,7 @@ import pytest
 
 from dash_trl.serve import free_ports
 from tests import slurm_stand_in
-from tests.launching import ROOT
+from tests.launching import ROOT, flags
 from tests.tiny import read_rows
 
 SCRIPT = ROOT / "examples" / "multi_node" / "slurm.sh"
@@ -83,11 +83,11 @@ class Job:
         self.keys: set[str] = set()
         self.batch = None
 
-    def start(self, **flags: object) -> None:
-        arguments = [part for name, value in (TRAIN | flags).items() for part in (f"--{name}", str(value))]
+    def start(self, **changes: object) -> None:
+        script = [SCRIPT, ROOT / "examples" / "train_math.py"]
         with self.log.open("ab") as log:
             self.batch = subprocess.Popen(
-                ["bash", str(SCRIPT), str(ROOT / "examples" / "train_math.py"), *arguments],
+                ["bash", *script, *flags(TRAIN | changes)],
                 env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
