@@ -1,6 +1,7 @@
 """Families of models with windows, with recurrent or convolutional layers, or with a vision tower, trained on text."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,14 +38,16 @@ from tests.tiny import (
 PROBLEMS = Dataset.from_dict({"prompt": [f"{'1 + ' * (i % 5)}{i} = " for i in range(64)]})  # of different lengths
 
 
-def save_processor(folder: str) -> None:
-    """Saves the processor of Qwen3.5 beside a tiny model, in place of its tokenizer."""
+def with_processor(directory: Path) -> str:
+    """Saves a tiny model with the processor of Qwen3.5 in place of its tokenizer."""
     pytest.importorskip("torchvision")
+    folder = save_tiny_model(directory, config=config_of("qwen3_5"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
     parts = Qwen2VLImageProcessor(), tokenizer, Qwen3VLVideoProcessor()
     template = "{% for one in messages %}{{ one.content[0].text }}{% endfor %}"  # contents are lists of parts
     Qwen3VLProcessor(*parts, chat_template=template).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MULTIMODAL])
@@ -115,8 +118,7 @@ def test_values_of_prefixes_in_tree_passes(tmp_path, caplog):
 @pytest.mark.xdist_group("vllm")
 def test_a_multimodal_model_is_served(tmp_path, caplog):
     """Qwen3.5 with its processor: an adapter that is sent alone, then the model; vLLM's kernels for a CPU take bf16."""
-    folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
-    save_processor(folder)
+    folder = with_processor(tmp_path / "model")
     more = {"processing_class": AutoProcessor.from_pretrained(folder)}
     more["train_dataset"] = conversations(PROBLEMS)
     options = ["--dtype", "bfloat16", "--max-model-len", "256", "--enable-lora", "--max-lora-rank", "8"]
@@ -135,8 +137,7 @@ def test_a_multimodal_model_is_served(tmp_path, caplog):
 
 def test_only_the_language_model_of_a_checkpoint(tmp_path):
     """`AutoModelForCausalLM` loads it; its checkpoint's processor is not used."""
-    folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
-    save_processor(folder)
+    folder = with_processor(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = run(DASHTrainer, folder, tmp_path, loaded=model, more={"processing_class": None})
     assert type(trainer.model).__name__ == "Qwen3_5ForCausalLM"
