@@ -19,7 +19,6 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
@@ -38,7 +37,6 @@ GPT2 = {**SIZES, "intermediate_size": None, "n_positions": 64, "attn_pdrop": 0.0
 ARCHITECTURES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "learned positions": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
 }
 

@@ -11,8 +11,6 @@ from tests.doubles import Penalised, Replaced
 from tests.models import MOE
 from tests.tiny import ScriptedReward, load, noting, parameters, prompts, refusal, refused, save_tiny_model
 
-BUDGETS = [30, 4000]  # a pass per row or two, everything in one
-
 
 def update_of(trainer, start) -> torch.Tensor:
     end = parameters(trainer)
@@ -41,12 +39,11 @@ def survivors_means(model, rollouts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("loss_type", "budget"), [("dapo", None), ("grpo", 30), ("bnpo", 4000)])
-def test_terms_are_added_once_per_step(tiny_model, train, loss_type, budget):
+def test_terms_are_added_once_per_step(tiny_model, start, train, loss_type, budget):
     """The entropy bonus adds c · ∇H to the update (learning rate 1), −c · H to the loss; H is the survivors' mean.
 
     A subclass's own term has the same weight.
     """
-    start = parameters(tiny_model)
     recorder = noting("on_advantages")
     settings = {
         "loss_type": loss_type,
@@ -102,7 +99,7 @@ def test_the_router_loss(train, moe):
     settings = {"router_aux_loss_coef": 10.0, "learning_rate": 0.01, "constant": 0.0}
     trl = train(GRPOTrainer, model=moe, **settings)
     expected = update_of(trl, start)
-    for budget in BUDGETS:
+    for budget in (30, 4000):  # a pass per row or two, everything in one
         dash = train(model=moe, max_tokens_per_microbatch=budget, **settings)
         update = update_of(dash, start)
         assert dash.state.log_history[0]["packing/padding_free"] == 1
