@@ -36,7 +36,7 @@ from dash_trl.evaluation import main, open_sampler
 from dash_trl.rewards import JudgeReward
 from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header, own_key
 from dash_trl.serve import free_ports, visible_gpus
-from dash_trl.toy import arithmetic_dataset, toy_model
+from dash_trl.toy import arithmetic_dataset
 from dash_trl.workers import Command
 from tests.launching import ROOT
 from tests.tiny import assistant, load, log_probs, refused
@@ -97,14 +97,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def model_path() -> str:
-    return toy_model(progress=False)
-
-
-@pytest.fixture(scope="module")
-def vllm_servers(model_path, tmp_path_factory) -> Iterator[Pair]:
+def vllm_servers(toy, tmp_path_factory) -> Iterator[Pair]:
     """Two real servers. The tests that kill some come last."""
-    pair = Pair(model_path, tmp_path_factory.mktemp("servers"))
+    pair = Pair(toy, tmp_path_factory.mktemp("servers"))
     try:
         pair.wait_until_ready()
         yield pair
@@ -120,8 +115,8 @@ def slow_tokens(vllm_servers) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def trained(model_path):
-    return load(model_path)
+def trained(toy):
+    return load(toy)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +128,9 @@ def proven(vllm_servers, trained, tmp_path_factory) -> ServerGeneration:
 
 
 @pytest.fixture
-def model(trained, model_path):
+def model(trained, toy):
     """The toy model, as it was; a test may change it, and give it to `pool`."""
-    trained.load_state_dict(load(model_path).state_dict())
+    trained.load_state_dict(load(toy).state_dict())
     return trained
 
 
@@ -343,13 +338,13 @@ def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, p
 # ------------------------------------------------------------------------------------------------------------- a judge
 
 
-def test_a_judge_is_held_to_the_schema(vllm_servers, model_path):
+def test_a_judge_is_held_to_the_schema(vllm_servers, toy):
     """The toy model cannot judge, but all that it may write is a judgement. It is led to end texts and spaces."""
-    ids = AutoTokenizer.from_pretrained(model_path)
+    ids = AutoTokenizer.from_pretrained(toy)
     bias = {'"': 100, " ": -100, "\n": -100, "\r": -100, "\t": -100}
     options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
     settings = {"base_url": f"{vllm_servers.urls[0]}/v1", "api_key": own_key()}
-    judge = JudgeReward(model_path, scores=(3, 5), temperature=1.0, options=options, **settings)
+    judge = JudgeReward(toy, scores=(3, 5), temperature=1.0, options=options, **settings)
     asked = [judge(prompt=f"{i}+1", completion=assistant(str(i + 1))) for i in range(16)]
 
     async def together():
@@ -363,18 +358,18 @@ def test_a_judge_is_held_to_the_schema(vllm_servers, model_path):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(model_path, tmp_path_factory) -> dict[str, str]:
+def checkpoints(toy, tmp_path_factory) -> dict[str, str]:
     """Of one shape: the toy model's directory, one with other weights, a LoRA adapter on it."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    made = {name: load(model_path) for name in ("other", "adapter")}
+    made = {name: load(toy) for name in ("other", "adapter")}
     change(made["other"], 5)
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     made["adapter"] = get_peft_model(made["adapter"], config)
     for name, one in made.items():
         one.save_pretrained(folder / name)
-        AutoTokenizer.from_pretrained(model_path).save_pretrained(folder / name)
-    return {"own": model_path, **{name: str(folder / name) for name in made}}
+        AutoTokenizer.from_pretrained(toy).save_pretrained(folder / name)
+    return {"own": toy, **{name: str(folder / name) for name in made}}
 
 
 @pytest.fixture(scope="module")
