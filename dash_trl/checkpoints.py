@@ -65,14 +65,11 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
         )
 
 
-# Settings of a parameter group that the checkpoint of an optimizer has → their options.
-OF_OPTIMIZER = {
-    "initial_lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "betas": "adam_beta",
-    "eps": "adam_epsilon",
-}
-STATE = ("optimizer*", "scheduler.pt", "rng_state*")  # files without which a run goes on otherwise
+# Settings of a parameter group whose options have other names.
+OPTIONS = {"initial_lr": "learning_rate", "betas": "adam_beta", "eps": "adam_epsilon"}
+# Values of a parameter group that change with the steps, the last ones in optimizers without a schedule.
+CHANGING = "params lr k d d_max d_numerator lr_max scheduled_lr train_mode weight_sum".split()
+STATE = "optimizer* scheduler.pt rng_state*".split()  # files without which a run goes on otherwise
 
 
 def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
@@ -87,8 +84,8 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
         adamw = "decoupled_weight_decay"  # Adam has it, too, as False
         if own.keys() - group.keys() or own.get(adamw) != group.get(adamw):
             raise ValueError(f"{checkpoint} is of another optimizer: {[*group]}, here {[*own]}. {remedy}")
-        changed = [key for key in OF_OPTIMIZER if own.get(key) != group.get(key)]
-        said += [f"{OF_OPTIMIZER[key]}={group[key]}, which holds, not {own[key]}" for key in changed]
+        changed = [key for key in own if key not in CHANGING and own[key] != group[key]]
+        said += [f"{OPTIONS.get(key, key)}={group[key]}, which holds, not {own[key]}" for key in changed]
     return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {remedy}" if said else None
 
 

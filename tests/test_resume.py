@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 
 from dash_trl import DASHTrainer, manifest
-from dash_trl.checkpoints import checkpoint_to_resume
+from dash_trl.checkpoints import checkpoint_to_resume, compared
 from dash_trl.rollout import SavedRun, Shapes, one_run, why_a_new_window
 from tests import doubles
 from tests.doubles import WIDER, SaveEarly, same
@@ -231,6 +231,8 @@ def test_settings_of_the_checkpoint(train, caplog, saved):
     assert "new generation window" not in caplog.text
     said = r"temperature=1.0 \(now 2.0\), sampler_is_old=False \(now True\).* 4 of 8 micro-batches"
     refused(said, recorded, train, middle, max_steps=3, temperature=2.0, loss_type="aipo")
+    saved_group = {"momentum": 0, "initial_lr": 1}  # this run has no schedule
+    assert "has momentum=0, which holds, not 1" in compared(end, [{"momentum": 1}], [saved_group])
     for optimizer in ("sgd", "adafactor"):
         refused("another optimizer: .*'betas'", recorded, train, end, max_steps=3, optimizer=optimizer)
 
