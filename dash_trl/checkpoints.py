@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,14 +48,28 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     return str(found)
 
 
-def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
+# Settings of an adapter on which depends what its weights mean.
+OF_ADAPTER = "peft_type r lora_alpha use_rslora use_dora alpha_pattern rank_pattern target_modules bias".split()
+
+
+def check_weights(checkpoint: str, adapters: Mapping[str, Any]) -> None:
     """Raise a `ValueError` if a checkpoint has an adapter, but this run trains a whole model, or the other way round.
 
-    Transformers would leave the weights as they are, or find no file.
+    Transformers would leave the weights as they are, or find no file. It ignores settings.
     """
     other = "adapter_config.json"
     said = "an adapter, but this run trains all weights"
-    if is_adapted:
+    if adapters:
+        if Path(checkpoint, other).exists():
+            own = next(iter(adapters.values()))
+            saved = vars(own.from_pretrained(checkpoint))
+            changed = {name: now for name, now in vars(own).items() if name in OF_ADAPTER and saved.get(name) != now}
+            if changed:
+                then = {name: saved.get(name) for name in changed}
+                raise ValueError(
+                    f"{checkpoint} has an adapter with {then}, but this run has {changed}. Use the first "
+                    "ones, or begin a new run with its weights, by PeftModel.from_pretrained(..., is_trainable=True)."
+                )
         other = "model*.safetensors"
         said = "a whole model, but this run trains an adapter"
     if any(Path(checkpoint).rglob(other)):

@@ -177,7 +177,7 @@ class DASHTrainer(GRPOTrainer):
             raise KeyboardInterrupt(f"stopped after step {state.global_step} of {state.max_steps}") from None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
+        check_weights(resume_from_checkpoint, self.model.peft_config if is_peft_model(self.model) else {})
         with loading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         if {*getattr(self.model, "peft_config", ())} > {"default"} and not self.is_fsdp_enabled:
