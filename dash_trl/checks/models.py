@@ -14,19 +14,29 @@ from dash_trl.config import DASHConfig
 from dash_trl.multimodal import class_of
 
 logger = logging.getLogger(__name__)
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # how the names of such initialisations begin
 
 
 def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: object = None) -> None:
     """Check, before any weight is loaded, that a model, given as an object, name or directory, can be trained.
 
     Raises:
-        ValueError: if the model does not exist, is compiled, is not a causal language model, or has virtual tokens.
+        ValueError: if the model does not exist, is compiled, is not a causal language model, or has virtual tokens, or
+            if its reference would be another.
     """
-    adapter = peft_config or getattr(model, "active_peft_config", None)
+    given = getattr(model, "active_peft_config", None)
+    adapter = peft_config or given
     if getattr(adapter, "is_prompt_learning", False):
         raise ValueError(
             f"peft_config={type(adapter).__name__}: virtual tokens cannot be trained here. Padding lies between them "
             "and the prompt, so the width of a pass would change its result. Use another adapter, such as LoraConfig."
+        )
+    init = str(getattr(adapter, "init_lora_weights", ""))
+    if args.beta and (init[:5] in CHANGES_BASE or given is not None and given is not model.peft_config.get("default")):
+        raise ValueError(
+            f"beta={args.beta} needs a reference: the base model or, of a model with an adapter, a copy of its adapter "
+            f"'default'. But it has another name, or init_lora_weights={init!r}, which changes the base model. "
+            "Use beta=0, or a LoraConfig without init_lora_weights and a PeftModel without adapter_name."
         )
     if isinstance(model, str):
         settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
