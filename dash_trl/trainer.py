@@ -141,6 +141,7 @@ class DASHTrainer(GRPOTrainer):
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        checks.check_trainable(self.model)  # it may have changed
         checks.check_groups_apart(self, DASHTrainer)
         self.ranks.agree(checks.check_saving, self)
         self._begin_run()

@@ -323,16 +323,22 @@ def hooked(model: str) -> torch.nn.Module:
 
 
 def test_models(tiny_model):
-    frozen_lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], inference_mode=True)
+    frozen_lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], inference_mode=True, bias="all")
     for make, said in (
         (AutoModel.from_pretrained, "a Qwen2Model, but .* with a language modeling head"),
         (lambda name: torch.compile(load(name)), "is compiled.* torch_compile=True"),
         (lambda name: get_peft_model(load(name), VIRTUAL), "PrefixTuningConfig: virtual tokens cannot be trained"),
+        (
+            lambda name: get_peft_model(load(name), LoraConfig(init_lora_weights="olora")),
+            "'olora', which changes the base model",
+        ),
     ):
-        refused(said, check_model, make(tiny_model), config())
+        refused(said, check_model, make(tiny_model), config(beta=0.1))
     nothing = "No parameter of the (Qwen2ForCausalLM|PeftModel).* requires a gradient.* model.requires_grad_"
     refused("register_post_accumulate_grad_hook, as optimizers have that", build, hooked(tiny_model))
-    refused(nothing, build, frozen(tiny_model))
+    trainer = build(tiny_model)
+    trainer.model.requires_grad_(False)
+    refused(nothing, trainer.train)
     refused(nothing, build, tiny_model, peft_config=frozen_lora)
 
 

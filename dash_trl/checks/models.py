@@ -69,7 +69,7 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
 
 
 def check_trainable(model: PreTrainedModel) -> None:
-    """Raise a `ValueError` if no parameter of the model would be trained, or one would be in each backward pass.
+    """Raise a `ValueError` if no parameter (of its adapter) would be trained, or one would be in each backward pass.
 
     Warn if SDPA leaves out a part of the model (Gemma 2 with transformers before 5.23).
     """
@@ -79,10 +79,11 @@ def check_trainable(model: PreTrainedModel) -> None:
             f"attn_implementation='sdpa' leaves out attn_logit_softcapping={text.attn_logit_softcapping}, so log-probs "
             "are not those of the model, nor of vLLM. Use 'flash_attention_2', or 'eager', whose passes are padded."
         )
-    if not any(one.requires_grad for one in model.parameters()):
+    prefix = model.prefix if is_peft_model(model) else ""  # with bias="all", a frozen adapter has trained biases
+    if not any(one.requires_grad for name, one in model.named_parameters() if prefix in name):
         raise ValueError(
-            f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Set "
-            "inference_mode=False in a peft_config that was read from a saved adapter, load an adapter with "
+            f"No parameter of the {type(model).__name__} (or of its adapter) requires a gradient: nothing is trained. "
+            "Set inference_mode=False in a peft_config that was read from a saved adapter, load an adapter with "
             "PeftModel.from_pretrained(..., is_trainable=True), or call model.requires_grad_()."
         )
     if any(one._post_accumulate_grad_hooks for one in model.parameters()):
