@@ -124,6 +124,8 @@ class DASHTrainer(GRPOTrainer):
                 checks.check_called(type(self), DASHTrainer, ["_generate_single_turn"])
         elif self.rollout_func is None:
             checks.check_generate(self.model, self.generation_config, exact=one_ahead(self))
+            ends = self.generation_config.eos_token_id  # of generation_kwargs, which TRL's masks do not know
+            self.eos_token_ids = [ends] if isinstance(ends, int) else ends or self.eos_token_ids
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
         self._conversations = new_conversations(self)
         self.reward_func_names = distinct(self.reward_func_names)

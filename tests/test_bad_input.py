@@ -423,6 +423,8 @@ def test_what_servers_would_ignore_or_spoil_is_refused(tiny_model):
 
 
 def test_a_tokenizer_without_an_end(tiny_model):
+    """Or with another one, at which generate ends."""
+    assert build(tiny_model, settings={"generation_kwargs": {"eos_token_id": 5}}).eos_token_ids == [5]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.eos_token = None
     refused(
