@@ -549,7 +549,7 @@ def test_a_text_that_begins_twice_or_ends(trainer, monkeypatch):
     """With `bos_token`, as texts do that a chat template has made, if the tokenizer adds this token, too."""
     trainer._tokenize_prompts(["<|im_end|>", "1<|im_end|>1"])  # alone, GPT-2 has it as the beginning
     refused("A prompt has no token", check_prompt_ids, [[4], []], trainer._tokenizer, [1])
-    refused(r"ends with an end token \(\[1\]; eos_token\)", trainer._tokenize_prompts, ["1", "1<|im_end|>"])
+    refused(r"ends with an end token \(\[1\]; eos_token\)", trainer._tokenize_prompts, ["1", "1<|im_end|>\n"])
     monkeypatch.setattr(trainer.model.config, "vocab_size", 100)
     refused("has the token 267, but the model has 100 embeddings", trainer._tokenize_prompts, ["12 + 34"])
     monkeypatch.undo()
