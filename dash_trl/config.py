@@ -55,6 +55,8 @@ UNUSABLE: dict[str, tuple[str, str]] = {
         ".*loss",
         "the loss is about 0, whatever the policy can do. Name another figure, such as 'eval_reward'",
     ),
+    "label_smoothing_factor": (".*[1-9].*", "sampled tokens are no labels, so TRL's loss has none. Leave it out"),
+    "train_sampling_strategy": ("(?!random).*", "TRL draws whole groups. Leave it out, or set shuffle_dataset=False"),
     "optim": (
         ".*(layerwise|lomo)",
         "it makes a step in each backward pass, and an optimizer step has any number of passes. Use 'adamw_torch'",

@@ -83,6 +83,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
             ("remove_unused_columns", True, {}, "the columns are for the reward functions. Leave it out"),
             ("metric_for_best_model", None, {"load_best_model_at_end": True, **EACH_STEP}, "the loss is about 0"),
             ("metric_for_best_model", "eval_easy_loss", {}, "the loss .* Name another figure, such as 'eval_reward'"),
+            ("label_smoothing_factor", 0.1, {}, "sampled tokens are no labels"),
+            ("train_sampling_strategy", "sequential", {}, ".*set shuffle_dataset=False"),
             ("optim", "galore_adamw_layerwise", {}, "it makes a step in each backward pass"),
             ("optim", "adalomo", {}, ".*Use 'adamw_torch'"),
         )
