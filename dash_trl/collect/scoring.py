@@ -48,7 +48,12 @@ class GenerationBatch:
     @property
     def rows(self) -> tuple[Sequence[Any], ...]:
         """The arguments of TRL's `_calculate_rewards`: examples, prompts, completions and completion ids."""
-        return self.rollouts.examples, self.sampled.prompts, self.sampled.completions, self.sampled.completion_ids
+        return (
+            self.rollouts.examples,
+            self.sampled.prompts,
+            self.sampled.completions,
+            deepcopy(self.sampled.completion_ids),
+        )
 
 
 @dataclass(eq=False)
@@ -101,8 +106,8 @@ class Rewards:
             return
         request = self.of_prompts(prompts)
         own = prompts.examples[first : first + len(sampled.completions)]
-        completions = deepcopy(sampled.completions)
-        request.start(first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
+        known = deepcopy((sampled.completions, sampled.completion_ids))  # functions may change them
+        request.start(first, reward_rows(own, sampled.prompts, *known))
 
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled, without waiting for their rewards.
