@@ -240,17 +240,21 @@ _CLAUSE = re.compile(
 )
 # "The maximum is 9", "Maximum: 9", "Option B"
 _BEGINNING = re.compile(
-    r"^[a-zA-Z\s]*\b(?:is|are|equals)\b(?:\s+an?\b)?|^[a-zA-Z\s]{3,}:\s*(?=-?\d)|^\s*[Oo]ption\s+(?=[A-J]\b)"
+    r"^(?!.*(?i:\b(?:not?|none|never|cannot|untrue|false|wrong|incorrect|impossible|error|half|double|twice|minus|check"
+    r"|verification)\b|n['’\\]))(?:[a-zA-Z\s]*\b(?:is|are|equals)\b(?:\s+an?\b|\s*:)?|[a-zA-Z\s]{3,}:\s*(?=-?\d)"
+    r"|\s*[Oo]ption\s+(?=[A-J]\b))"
 )
 _CHANGES = re.compile(
-    r"(?i)\b(?:not|no|never|cannot|\w+n['’]t|negative|plus|minus|times|divided|multiplied|modulo|mod|least|most|than"
-    r"|or (?:more|less|fewer|so)|out of|\d+ (?:in|to) \d+|(?:ten|hundred|thousand|illion)th|except|without"
-    r"|unlike|impossible|false|wrong|incorrect|excluded|doubt|exceeds|bound|reciprocal|inverse|opposite|negation"
-    r"|multiple|divisor|digits of|log of|in base|cube|tens|lakh|crore|mil|differs|below|above"
-    r"|under|over|between|half|halves"
-    r"|third|quarter|double|twice|(?:four|fif|six|seven|eigh|nin|ten)th|dozen|score|gross|hundred|thousand|[a-z]*illion"
-    r"|squared|cubed|root|factorial)s?\b"
-    r"|\\%\s*of\s*\d|的平方|次方|根号|分之|倍|一半|至[少多]|[大小多少超]于|超过|以[上下内外]|没有|除[了以]|并非|非|[不百千万亿]"
+    r"(?i)\b(?:not|no|none|neither|never|cannot|\w+n(?:['’]|\\varphi )t|negative|plus|minus|times|divided|multiplied"
+    r"|modulo|mod|least|most|than|or (?:more|less|fewer|so|higher|lower|greater|larger|smaller|some\w+)|out of"
+    r"|\d+ (?:in|to) \d+|(?:ten|hundred|thousand|illion)th|\d+ths|except|without|unlike|impossible|false|untrue|wrong"
+    r"|incorrect|mistaken|fails|rule out|excluded|doubt|exceeds|any\w+ but|far from|close to|next to|nearly|short of"
+    r"|too (?:small|large|big|low|high|few|many|much)|bound|reciprocal|inverse|opposite|negation|absolute value"
+    r"|multiple|divisor|(?:(?:co)?sine|tangent|logarithm|log|digits) of|square of \d|raised to|to the power|in base"
+    r"|cube|tens|lakh|crore|mil|bn|differs|below|above|under|over|between|half|halves|third|quarter|double|twice"
+    r"|(?:four|fif|six|seven|eigh|nin|ten)th|dozen|score|gross|hundred|thousand|[a-z]*illion|squared|cubed|root"
+    r"|factorial|(?:check|verification)(?=:)|(?:step|case|part|problem) \d+$)s?\b|\\%\s*of\b.*\d"
+    r"|的平方|次方|根号|分之|倍|一半|至[少多]|[大小多少超]于|超过|以[上下内外]|没有|除[了以]|并非|非|[不百千万亿]"
 )
 # What a number in a sentence may count besides the answer: "on 3 pens", "of the 4 friends"; and brackets.
 _PHRASE = re.compile(
