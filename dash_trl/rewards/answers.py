@@ -188,7 +188,7 @@ _BOX_TOKEN = re.compile(
 _JOINT = re.compile(
     r"(?:[\s$,;&~*|/()]|\\[()\[\] ,;:!\\]|\\hfill|[.:]\s+(?=[Oo]r)|\\q?quad(?![a-zA-Z])"
     r"|\\text\s*+\{\s*+(?:and|or)?\s*+\}"
-    r"|\b(?:and|[Oo]r|else|also|as well as|vs|versus|alternatively|either|maybe|perhaps|possibly)\b)*+"
+    r"|\b(?:and|[Oo]r|else|also|as well as|but|while|vs|versus|alternatively|either|maybe|perhaps|possibly)\b)*+"
 )
 _THINK = r"(?:\w+:)?(?:think|thinking|thought|reasoning)"  # also of <seed:think> and <mm:think>
 # Each alternative begins with a character, which makes the search fast.
@@ -226,15 +226,19 @@ _NUMBER = re.compile(
     r"|[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+|:\d+)?(?![a-zA-Z\d])"
     r"(?:\s*\\%|\s*\\times 10\^\{-?\d+\})?"
 )
-_OR = re.compile(r"\b(?:or|ou|oder|или)\b|或")
+# Two answers: "5 or 7", "x = 5 and y = 7"
+_OR = re.compile(r"\b(?:or|ou|oder|или)\b|或|=[^=,;]*(?:,|\b(?:and|but|while)\b)\s*\$?[a-zA-Z]\w{0,2}\s*=[^=]*$")
 # A line that begins with four hashes; a heading begins with a word or "1. ", and has more text below it.
 _HASHES = re.compile(r"(?<!#)####(?!#)(?!\s*(?:\d+[.)]\s+)?[A-Za-z]{3}[^\n]{0,200}\n\s*\S)((?:(?!####)[^\n])*)")
 # A clause that says when or why an answer holds, or what it is not; none that offers another answer.
 _CLAUSE = re.compile(
-    r"(?<=[\w)}\]$%.])(?:[,;]?[\s~]+(?:since|because|when|whenever|if|where|reached|given|(?:at|for|with)(?=\s+\w+\s*=))\b"
-    r"|,?\s+is\s+(?:correct|right)\b|[,;]\s*(?:not|as)\b"
-    r"|(?:\s|\\ |\\quad)+\((?:[^()\d]+=[^()]*|(?:one|two|three|four|five|six|seven|eight|nine|ten)[a-z]*)\)\s*$)"
-    r"(?!.*(?:\b(?:or|otherwise|else|but|also|wrong|incorrect|means)\b|not [^,]*\d|\\ne|或"
+    r"(?<=[\w)}\]$%.])(?:[,;]?[\s~]+(?:since|because|when|whenever|if|where|reached|given|assuming|provided|unless|once"
+    r"|which (?:satisf|check|match|agree|work|leave)\w+|(?:at|for|with|using|while|until)(?=\s+\$?\w+\s*=))\b"
+    r"|(?<=\d)[\s~]+(?:as|by|from|in|on|under|after|before)(?=\s+\$?[a-zA-Z]\s*=)"
+    r"|,?\s+is\s+(?:the\s+)?(?:correct|right)\b|[,;]\s*(?:not|as)\b"
+    r"|(?:\s|\\ |\\quad)+\((?:(?:[^()\d]+|[a-z]{3,}[^()]*)=[^()]*|not \d[^()]*"
+    r"|(?:one|two|three|four|five|six|seven|eight|nine|ten)[a-z]*)\)\s*$)"
+    r"(?!.*(?:\b(?:or|otherwise|else|but|also|wrong|incorrect|means)\b|not [^,()]*\d(?!\)$)|\\ne|或"
     r"|\d.*\b(?:if|when|at|for)\b)).*",
     re.DOTALL,
 )
@@ -263,7 +267,7 @@ _PHRASE = re.compile(
 )
 _EQUALS = re.compile(r"(?<![<>!:])=|\\approx")
 WORDS = re.compile(r"(?<![\\a-zA-Z{])(?!(?:and|or)\b)[a-zA-Z]{3,}|[^\W\d_a-zA-Zα-ω]")  # no commands, no environments
-_WORDS = re.compile(rf"(?<![\\a-zA-Z{{])[a-zA-Z]{{2}}|{WORDS.pattern}")
+_WORDS = re.compile(rf"(?<![\\a-zA-Z{{])(?!(?:and|or)\b)[a-zA-Z]{{2}}|{WORDS.pattern}")
 # The label of a choice, (B) or B., and no second label: "(A) or (B)" chooses nothing. A mark and a space end a label,
 # unlike in A(5), and no operator follows it, unlike in (A) + 5.
 LABEL = re.compile(
