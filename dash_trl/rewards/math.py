@@ -140,12 +140,16 @@ _ROUNDED = re.compile(f"{_FRACTION} {_DIGITS}|{_DIGITS} {_FRACTION}")
 _INTEGER = re.compile(r"-?\d{1,15}")  # is compared without math-verify, which takes a millisecond
 # All but the last member of a chain; the whole of an equation such as x^2 = 10, which is no value.
 _CHAIN = re.compile(
-    r"^\s*(?:(?:[-|]|\d+|\\sqrt\s*|\\frac\s*\{?1\}?|e\^|\\(?:sin|cos|tan|log|ln)\s*)\s*\{?[a-z](?![a-zA-Z])"
-    r"|[a-z]\s*(?:\^|/|[+-]\s*\d))"
-    r"[^=,<>!:]*=.*|^(?:(?!\bor\b|\\(?:ne|not|lnot)|[<>]|\b(?:not|no|wrong)\b)[^,;()]|\([^()]*\))*(?<![<>!:/])=(?!/)"
+    r"^\s*(?:(?:[-|]|\d+\s*(?:\^|[-+(]\s*\d*)?|\\sqrt(?:\[\d+\])?\s*|\\frac\s*\{?\d+\}?|e\^|\\l(?:floor|ceil)"
+    r"|\\(?:sin|cos|tan|log(?:_\{?\d+\}?)?|ln)\s*)\s*\{?(?!x \d)[a-z](?![a-zA-Z])|[a-zA-Z]*[a-zA-Z]\s*\^"
+    r"|\(?[a-z]\s*(?:/|!|[-+]\s*\d)|\\frac\s*\{[a-z]\}\s*\{?\d)"
+    r"[^=,<>!:]*=(?!.*(?<![a-zA-Z\\])[a-df-hj-z](?![a-zA-Z])).*"
+    r"|^(?:(?!\b(?:or|and|but|not|no|wrong)\b|\\(?:ne|not|lnot|land|wedge|q?quad|\\)|[<>])[^,;()]|\([^()]*\))*"
+    r"(?<![<>!:/])=(?!/)"
 )
 _NUMBERS = re.compile(r"-?\d+(?:,\s*-?\d+)+")
-_APART = re.compile(r"(?<![\w^.])(?<!frac )\d+\s+\d|\\approx.*[,;]")  # 1 2 3 is no product, 1 ≈ 2, 3 no value
+# 1 2 3 is no product, 1 ≈ 2, 3 no value.
+_APART = re.compile(r"(?<![\w^.])(?<!frac )\d+\s+\d|\\approx.*[,;]|\\q?quad\s*[a-z]\s*=")
 # Brackets around several members; bases of numbers.
 _KINDS = [
     re.compile(pattern)
