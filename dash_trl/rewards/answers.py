@@ -223,8 +223,8 @@ _FORMULA = re.compile(r"(?<!\\)(?:\$\$(.+?)\$\$|\$((?:[^$\\]|\\.)+)\$(?!\d)|\\\(
 _END = re.compile(r"(?<!\bRs)(?<!\\)[.;!](?!\d|\s*(?:[Oo]r|[Aa]lso|[Oo]therwise)\b)|[。；！\n](?!\s*or\b)")
 _NUMBER = re.compile(
     r"-?\\frac\{-?\d+\}\{\d+\}|-?\(\d+\+\\frac\{\d+\}\{\d+\}\)"
-    r"|[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+|:\d+)?(?![a-zA-Z\d])"
-    r"(?:\s*\\%|\s*\\times 10\^\{-?\d+\})?"
+    r"|[-+]?(?<![a-zA-Z-]\()(?<!\|)(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+|:\d+)?(?![a-zA-Zα-ω\d]| [b-z]\b)"
+    r"(?!\s*\\(?:pi|sqrt|infty))(?:\s*\\%|\s*\\times 10\^\{-?\d+\})?"
 )
 # Two answers: "5 or 7", "x = 5 and y = 7"
 _OR = re.compile(r"\b(?:or|ou|oder|или)\b|或|=[^=,;]*(?:,|\b(?:and|but|while)\b)\s*\$?[a-zA-Z]\w{0,2}\s*=[^=]*$")

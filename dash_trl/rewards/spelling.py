@@ -110,12 +110,14 @@ _PLURAL = (
     r"(?:[a-z]{2,}(?<![su])(?<!th)s|months)"
 )
 _UNIT = (
-    rf"(?:\\mu\s*)?(?:(?<=[\s,;!~])[mglLshJNVAWK]|[kcmn]m|[km]g|m[lL]|lbs?|oz|gal|ft|km/h|kmh|mph|min|sec|hrs?)\b"
-    rf"|(?:square |cubic )?(?:people|men|women|children|feet|degree|dollar|cent|hour|minute|second|day|week|month|year"
-    rf"|mile|inch|foot|unit|[a-z]*meter|[a-z]*gram|[a-z]*liter|{_PLURAL})\b"
+    r"(?:\\mu\s*|(?:sq(?:uare|\.)?|cu(?:bic|\.)?|more|different|distinct|possible|positive|real|red|blue|green)\s+)*"
+    r"(?:(?<=[\s,;!~])[mglLshJNVAWK]|[kcmn]m|[km]g|m[lL]|lbs?|oz|gal|ft|yd|in|km/h|kmh|mph|min|sec|hrs?|people|men|women"
+    r"|children|feet|degree|dollar|cent|hour|minute|second|day|week|month|year|mile|inch|foot|unit|[a-z]*meter|[a-z]*gram"
+    rf"|[a-z]*liter|{_PLURAL})\b"
     rf"|[€£¥元个人円岁度米]|(?:平方)?[厘千]?米|USD|EUR|[ap]\.?m|\\Omega|\^\s*\{{?\\circ\s*\}}?"
 )
 _UNITS = re.compile(
-    rf"(?<=[\d}})])(?:\s|~|\\[ ,;!])*(?:{_UNIT})\.?(?:\s*\^\s*\{{?\d\}}?)?(?:\s*/\s*[a-z]+)?(?:\s*\^\s*\{{?\d\}}?)?"
+    rf"(?:(?<=[\d}})])|(?<=\\pi)(?!\s*[a-zA-Z]\b))(?:\s|~|\\[ ,;!])*(?:{_UNIT})\.?"
+    r"(?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*[a-z]+)?(?:\s*\^\s*\{?\d\}?)?"
     r"(?: (?:each|left|old|per [a-z]+))?\s*$"
 )
