@@ -190,15 +190,16 @@ _JOINT = re.compile(
     r"|\\text\s*+\{\s*+(?:and|or)?\s*+\}"
     r"|\b(?:and|[Oo]r|else|also|as well as|but|while|vs|versus|alternatively|either|maybe|perhaps|possibly)\b)*+"
 )
-_THINK = r"(?:\w+:)?(?:think|thinking|thought|reasoning)"  # also of <seed:think> and <mm:think>
+_THINK = r"(?i:(?:\w+:)?(?:think|thinking|thought|reasoning))"  # also of <seed:think> and <mm:think>
 # Each alternative begins with a character, which makes the search fast.
 # Where a thought begins, or the answer ends. `analysis` and `commentary` are channels of gpt-oss.
 _THOUGHT = re.compile(
-    rf"<{_THINK}>|\[THINK\]|<\|channel>thought|◁think▷|<\|(?:START_THINKING|END_RESPONSE|end|return|call)\|>"
+    rf"<{_THINK}>|\[THINK\]|<\|channel>thought|◁think▷|<\|(?:START_THINKING|begin_of_thought)\|>"
+    r"|<\|(?:END_RESPONSE|end|return|call|im_end|endoftext|end_of_text|eot_id)\|>"
     r"|<\|channel\|>(?:analysis|commentary)|(?:analysis(?<=\Aanalysis)|assistant(?:analysis|commentary))(?=[^\s:,.])"
 )
 _END_OF_THOUGHT = re.compile(
-    rf"</{_THINK}>|\[/THINK\]|<channel\|>|◁/think▷|<\|(?:END_THINKING|START_RESPONSE)\|>"
+    rf"</{_THINK}>|\[/THINK\]|<channel\|>|◁/think▷|<\|(?:END_THINKING|START_RESPONSE|end_of_thought)\|>"
     r"|Here(?: is|'s) my response:"  # Granite 3.2
     r"|<\|channel\|>final[^<\n]{0,40}<\|message\|>|assistantfinal|final(?<=\Afinal)(?=[A-Z\d\\$*(-])"
 )
