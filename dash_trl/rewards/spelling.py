@@ -32,7 +32,7 @@ def _to_latex(text: str) -> str:
         return text
     text = re.sub("([⁻⁰¹²³⁴-⁹]+)", r"^{\1}", text.translate(_SYMBOLS))
     text = re.sub("([¼-¾⅐-⅞])", r" \1", text)
-    text = unicodedata.normalize("NFKC", text).replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-")
+    text = unicodedata.normalize("NFKC", text)
     return re.sub(r"√\s*", r"\\sqrt", re.sub(r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}", text))
 
 
@@ -52,18 +52,21 @@ def is_words(gold: str) -> bool:
     return bool(is_long and re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", as_words(gold)))
 
 
-_NAMES = zip("π∞∈∪≤≥≠×·⋅±≈", "pi infty in cup le ge ne times cdot cdot pm approx".split(), strict=True)
-_SYMBOLS = str.maketrans({char: rf"\{name} " for char, name in _NAMES} | {"°": r"^\circ "})
+_NAMES = "pi infty in cup le ge ne times cdot cdot pm approx degree degree prime".split()
+_SYMBOLS = str.maketrans({char: rf"\{name} " for char, name in zip("π∞∈∪≤≥≠×·⋅±≈°º′", _NAMES, strict=True)})
 _CELL = r"((?:(?!\\\\)[^&])+)"
 _COLUMN = rf"\\begin\{{[pb]matrix\}}{_CELL}"
-_SPELLINGS = {
-    r"\\?\$|\*\*|\\(?:color|tag)\{\w+\}": "",
-    r"\\(?:[hH]uge|LARGE|Large|large|small|displaystyle|textstyle|bf|rm|tt)(?![a-zA-Z])": "",
-    r"\\(?:textcolor\{\w+\}|underline|emph|boldsymbol|bm|bold|colorbox\{\w+\}|boxed|fbox)(?=\s*\{)": "",
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf)|[mh]box)\s*\{([^{}]*)\}": r" \1 ",
+_SPELLINGS = {  # <<48/2=24>> is a calculation in GSM8K
+    r"\\?\$|\*\*|<<[^<>]*>>|\\(?:color(?:\[\w+\])?|tag|hspace)\{[^{}]+\}|\\(?:checkmark|(?:black)?square|pounds)\b"
+    r"|\\(?:[hH]uge|LARGE|Large|large|small|displaystyle|textstyle|bf|rm|tt)(?![a-zA-Z])"
+    r"|\\(?:(?:textcolor|colorbox)\{#?\w+\}|underline|emph|boldsymbol|bm|pmb|bold|boxed|fbox)(?=\s*\{)": "",
+    r"\\(?:text(?:bf|it|rm|sf|tt|sc|up|md|normal)?|math(?:rm|bf|it|sf|tt)|[mh]box)\s*\{([^{}]*)\}": r" \1 ",
+    "\N{MINUS SIGN}": "-",
+    "\N{FRACTION SLASH}": "/",
     r"\\(?:lor|vee)(?![a-zA-Z])": " or ",
     r",\s*and\b": ",",
-    r"\b(?:[Nn]egative|[Mm]inus)\s+(?=\d)|负\s*(?=\d)|(?<![\w)}])[–—]\s*(?=\d)": "-",
+    r"\b(?:[Nn]egative|[Mm]inus)\s+(?=\d)|负\s*(?=\d)|(?<![\w)}])[‐–—]\s*(?=\d)": "-",
+    r"\\degree(?![a-zA-Z])": r"^\\circ ",
     r"(?:\\left\s*)?\\langle": "(",
     r"(?:\\right\s*)?\\rangle": ")",
     rf"{_COLUMN}\\\\{_CELL}\\end\{{[pb]matrix\}}": r"(\1,\2)",
@@ -72,12 +75,10 @@ _SPELLINGS = {
     r"\\dots(?![a-zA-Z])": r"\\ldots ",
     r"\^\s*\{?\s*\\prime\s*\}?|'|\\prime(?![a-zA-Z])": r"\\varphi ",  # 5' are not 5°
     r"\.(\d)\1+\s*(?:\\ldots|\.\.\.)": r".\\overline{\1}",
-    r"\.(\d*)\\overline\s*\{(\d+)\}": r".\1\2\2\2\2\2\2\2",
+    r"\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}": r".\1\2\2\2\2\2\2\2",
     r"(?<=\d)\s*(?:\\ldots|\.\.\.)\s*$": " etcetera",
-    r"<<[^<>]*>>": "",  # a calculation in GSM8K
-    r"\\(sin|cos|tan)\s*\(?(\d+)\)?\s*\^\{?\\circ\s*\}?": r"\\\1(\\frac{\2\\pi}{180})",
+    r"\\(sin|cos|tan)\s*((?:\\left)?\()?(\d+)\s*\^\{?\\circ\s*\}?(?(2)\s*(?:\\right)?\))": r"\\\1(\\frac{\3\\pi}{180})",
     r"(?<=\d)_\{?10\}?(?!\d)": "",
-    r"\\degree(?![a-zA-Z])": r"^\\circ ",
     r"(?<=\d)\s+x\s+(?=10\^)": r" \\times ",
     r"10\^(\d{2,})": r"10^{\1}",
     r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]\+?(-?\d{1,4})(?![\w.])": r"\1 \\times 10^{\2}",
@@ -94,8 +95,8 @@ _SPELLINGS = {
     r"(?<![a-zA-Z\\])(sin|cos|tan|log|ln)(?![a-zA-Z])": r"\\\1 ",
     r"(?<=\d)\s*\^?\{?\s*(?:st|nd|rd|th)\b\s*\}?": "",
     r"(?<=\d)\s*(?:\\cdot\s*)?i(?![a-zA-Z])": " i",
-    r"(?<=\d)\s*percent\b|(?:\\?%)+": r"\\%",
-    r"^(?:[a-z]\s*\\approx|\s|=|\\approx)+|^\s*(?:USD|Rs\.?|[€£¥])\s*(?=[\d.])": "",
+    r"(?<=\d)\s*per\s?cent\b|(?:\\?%)+": r"\\%",
+    r"^(?:[a-z]\s*\\approx|\s|=|\\approx)+|^\s*(?:USD|Rs\.?|[€£¥₹])\s*(?=[\d.])": "",
 }
 # Groups of three digits. A comma without a space separates the members of (5,120) and \{1,200\}, which are no numbers
 # (lm-evaluation-harness #4038). (1,000) is a number, since no member is 000; so is the formula \(1,200\).
@@ -114,7 +115,7 @@ _UNIT = (
     r"(?:(?<=[\s,;!~])[mglLshJNVAWK]|[kcmn]m|[km]g|m[lL]|lbs?|oz|gal|ft|yd|in|km/h|kmh|mph|min|sec|hrs?|people|men|women"
     r"|children|feet|degree|dollar|cent|hour|minute|second|day|week|month|year|mile|inch|foot|unit|[a-z]*meter|[a-z]*gram"
     rf"|[a-z]*liter|{_PLURAL})\b"
-    rf"|[€£¥元个人円岁度米]|(?:平方)?[厘千]?米|USD|EUR|[ap]\.?m|\\Omega|\^\s*\{{?\\circ\s*\}}?"
+    rf"|[€£¥₹¢元个人円岁度米]|(?:平方)?[厘千]?米|USD|EUR|[ap]\.?m|\\Omega|\^\s*\{{?\\circ\s*\}}?"
 )
 _UNITS = re.compile(
     rf"(?:(?<=[\d}})])|(?<=\\pi)(?!\s*[a-zA-Z]\b))(?:\s|~|\\[ ,;!])*(?:{_UNIT})\.?"
