@@ -150,10 +150,10 @@ _CHAIN = re.compile(
 _NUMBERS = re.compile(r"-?\d+(?:,\s*-?\d+)+")
 # 1 2 3 is no product, 1 ≈ 2, 3 no value.
 _APART = re.compile(r"(?<![\w^.])(?<!frac )\d+\s+\d|\\approx.*[,;]|\\q?quad\s*[a-z]\s*=")
-# Brackets around several members; bases of numbers.
+# Brackets around several members; bases of numbers, times and dates, since 1:15 and 2:30 are no fractions.
 _KINDS = [
-    re.compile(pattern)
-    for pattern in (r"(\(|\[|\\\{)(?:[^()\[\]\\]|\\[^{}])*?,(?:[^()\[\]\\]|\\[^{}])*?(\)|\]|\\\})", r"\d_\{?(\d+)")
+    re.compile(r"(\(|\[|\\\{)(?:[^()\[\]\\]|\\[^{}])*?,(?:[^()\[\]\\]|\\[^{}])*?(\)|\]|\\\})"),
+    re.compile(r"\d_\{?(\d+)|(^\d?\d:\d\d\b|^\d{4}-\d\d-\d\d$)"),
 ]
 DIGITS = 100  # with which irrational numbers are compared; fractions are compared exactly
 
