@@ -182,7 +182,10 @@ def _in_sentence(sentence: str) -> str:
 
 
 _BOX_TOKEN = re.compile(
-    r"(?P<box>(?:\\{1,2}fbox|\\{0,2}(?<![a-zA-Z])boxed)\s*+\{)|\\{1,2}(?:boxed|fbox)\s++(?P<bare>[^\s${}]++)|\\.|[{}]",
+    # What stands around a box may change its number: -\boxed{5}, not \boxed{5}, \boxed{5} dozen, \boxed{5} or 6.
+    r"(?<!-)(?<!= - )(?<!not )(?<!not \$)(?<!n't )(?<!n't \$)(?<!\d or )(?<!\d or \$)(?<!\d\$ or )(?<!\d\$ or \$)"
+    r"(?P<box>(?:\\{1,2}fbox|\\{0,2}(?<![a-zA-Z])boxed)\s*+\{)|\\{1,2}(?:boxed|fbox)\s++(?P<bare>[^\s${}]++)|\\."
+    r"|\}\$?,?\s+(?:dozen|hundred|thousand|[mb]illion|or\s+\$?-?\d|is\s+(?:wrong|incorrect|not)\b)(?![^{}]*\})|[{}]",
     re.DOTALL,
 )
 _JOINT = re.compile(
@@ -224,7 +227,7 @@ _FORMULA = re.compile(r"(?<!\\)(?:\$\$(.+?)\$\$|\$((?:[^$\\]|\\.)+)\$(?!\d)|\\\(
 _END = re.compile(r"(?<!\bRs)(?<!\\)[.;!](?!\d|\s*(?:[Oo]r|[Aa]lso|[Oo]therwise)\b)|[。；！\n](?!\s*or\b)")
 _NUMBER = re.compile(
     r"-?\\frac\{-?\d+\}\{\d+\}|-?\(\d+\+\\frac\{\d+\}\{\d+\}\)"
-    r"|[-+]?(?<![a-zA-Z-]\()(?<!\|)(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+|:\d+)?(?![a-zA-Zα-ω\d]| [b-z]\b)"
+    r"|[-+]?(?<![a-zA-Z-]\()(?<!-\{)(?<!\|)(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+|:\d+)?(?![a-zA-Zα-ω\d]| [b-z]\b)"
     r"(?!\s*\\(?:pi|sqrt|infty))(?:\s*\\%|\s*\\times 10\^\{-?\d+\})?"
 )
 # Two answers: "5 or 7", "x = 5 and y = 7"
