@@ -215,7 +215,8 @@ _ANNOUNCED = re.compile(
     r"|(?<!\bor )(?<!\bor the )\banswers?\s*+(?:is\b(?!n't|\s+not\b)|are\b|would\s+be\b|[:：=])"
     r"|\banswer\s+(?:to|for|of)\b[^.:\n]{1,80}?\bis\b"
     r"|\b(?:correct|right|best|final)\s+(?:option|choice|statement)\s*+(?:is\b|would\s+be\b|[:：])"
-    r"|\b(?:is|be|choose|pick|select|with)\s+(?:option|choice)\b(?=\W{1,3}[A-J]\b)|\b(?=[A-J]\s+is\s+(?:correct|right)\b)"
+    r"|\b(?:is|be|choose|pick|select|with)\s+(?:option|choice)\b(?=\W{1,3}[A-J]\b)"
+    r"|(?<!nor )(?<!not )(?<!\w)(?=\(?[A-J]\)?\s+is\s+(?:the\s+)?(?:correct|right)\b(?!\?))"
     r"|\b(?:go\s+with|choose|pick|select)\b(?=\W{1,3}[A-J]\b)|选(?=\W{0,2}[A-J](?![a-zA-Z]))"
     r"|\b(?:option|choice)\b(?=\W{1,3}[A-J]\W+is\s+(?:correct|right)\b)"
     r"|(?:答案|选项|選項|正解|答え)(?:是|为|為|は|[:：])|[故应應]选|답은|정답[:：]"
@@ -250,7 +251,7 @@ _CLAUSE = re.compile(
 _BEGINNING = re.compile(
     r"^(?!.*(?i:\b(?:not?|none|never|cannot|untrue|false|wrong|incorrect|impossible|error|half|double|twice|minus|check"
     r"|verification)\b|n['’\\]))(?:[a-zA-Z\s]*\b(?:is|are|equals)\b(?:\s+an?\b|\s*:)?|[a-zA-Z\s]{3,}:\s*(?=-?\d)"
-    r"|\s*[Oo]ption\s+(?=[A-J]\b))"
+    r"|\s*(?:[Oo]ption|[Cc]hoice)\s+(?=\(?[A-J]\b))"
 )
 _CHANGES = re.compile(
     r"(?i)\b(?:not|no|none|neither|never|cannot|\w+n(?:['’]|\\varphi )t|negative|plus|minus|times|divided|multiplied"
@@ -275,7 +276,7 @@ _WORDS = re.compile(rf"(?<![\\a-zA-Z{{])(?!(?:and|or)\b)[a-zA-Z]{{2}}|{WORDS.pat
 # The label of a choice, (B) or B., and no second label: "(A) or (B)" chooses nothing. A mark and a space end a label,
 # unlike in A(5), and no operator follows it, unlike in (A) + 5.
 LABEL = re.compile(
-    r"\(?\s*([A-J])(?:[).\s]*\Z|\s*[).:](?:[\s~]|\\[ ,;]|\\q?quad)+)"
+    r"\(?\s*([A-J])(?:[).\s]*\Z|\s*[).:]+(?:[\s~]|\\[ ,;]|\\q?quad)+)"
     r"(?!.*(?<![a-zA-Z\\])[A-HJ](?![a-zA-Z]))(?![).:\s]*[+*/^=<>])(?!.*\bor\b)",
     re.DOTALL,
 )
