@@ -49,6 +49,8 @@ def score_answer(completion: str, gold: str) -> float:
     bare = gold_text(gold)
     if _NUMBERS.fullmatch(bare):  # a list, so each comma separates
         completion = re.sub(r"(?<=\d),(?=\d)", ", ", completion)
+    if _OTHER_HALF.search(f"{gold}\0{completion[-60:]}"):
+        return 0.0
     text = find_answer(completion)
     if text == bare and any(map(str.isalnum, bare)):
         return 1.0
@@ -148,6 +150,9 @@ _CHAIN = re.compile(
     r"(?<![<>!:/])=(?!/)"
 )
 _NUMBERS = re.compile(r"-?\d+(?:,\s*-?\d+)+")
+# A gold answer "5 a.m.", and a completion that ends in "5 p.m."; as a unit, this is ignored if one is without it.
+_HALF = r"\d\W*(?:text\W*)?"
+_OTHER_HALF = re.compile(rf"(?is){_HALF}(?:a\.?m\W*\0.*{_HALF}p|p\.?m\W*\0.*{_HALF}a)\.?m\b(?!.*{_HALF}[ap]\.?m\b)")
 # 1 2 3 is no product, 1 ≈ 2, 3 no value.
 _APART = re.compile(r"(?<![\w^.])(?<!frac )\d+\s+\d|\\approx.*[,;]|\\q?quad\s*[a-z]\s*=")
 # Brackets around several members; bases of numbers, times and dates, since 1:15 and 2:30 are no fractions.

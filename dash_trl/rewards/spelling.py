@@ -116,7 +116,7 @@ _UNIT = (
     r"(?:(?<=[\s,;!~])[mglLshJNVAWK]|[kcmn]m|[km]g|m[lL]|lbs?|oz|gal|ft|yd|in|km/h|kmh|mph|min|sec|hrs?|people|men|women"
     r"|children|feet|degree|dollar|cent|hour|minute|second|day|week|month|year|mile|inch|foot|unit|[a-z]*meter|[a-z]*gram"
     rf"|[a-z]*liter|{_PLURAL})\b"
-    rf"|[€£¥₹¢元个人円岁度米]|(?:平方)?[厘千]?米|USD|EUR|[ap]\.?m|\\Omega|\^\s*\{{?\\circ\s*\}}?"
+    rf"|[€£¥₹¢元个人円岁度米]|(?:平方)?[厘千]?米|USD|EUR|(?i:[ap]\.?m)|\\Omega|\^\s*\{{?\\circ\s*\}}?"
 )
 _UNITS = re.compile(
     rf"(?:(?<=[\d}})])|(?<=\\pi)(?!\s*[a-zA-Z]\b))(?:\s|~|\\[ ,;!])*(?:{_UNIT})\.?"
