@@ -183,7 +183,7 @@ def _in_sentence(sentence: str) -> str:
 
 _BOX_TOKEN = re.compile(
     # What stands around a box may change its number: -\boxed{5}, not \boxed{5}, \boxed{5} dozen, \boxed{5} or 6.
-    r"(?<!-)(?<!= - )(?<!not )(?<!not \$)(?<!n't )(?<!n't \$)(?<!\d or )(?<!\d or \$)(?<!\d\$ or )(?<!\d\$ or \$)"
+    r"(?=[\\b])(?<!-)(?<!= - )(?<!n[o'’]t )(?<!n[o'’]t \$)(?<!\d or )(?<!\d or \$)(?<!\d\$ or )(?<!\d\$ or \$)"
     r"(?P<box>(?:\\{1,2}fbox|\\{0,2}(?<![a-zA-Z])boxed)\s*+\{)|\\{1,2}(?:boxed|fbox)\s++(?P<bare>[^\s${}]++)|\\."
     r"|\}\$?,?\s+(?:dozen|hundred|thousand|[mb]illion|or\s+\$?-?\d|is\s+(?:wrong|incorrect|not)\b)(?![^{}]*\})|[{}]",
     re.DOTALL,
