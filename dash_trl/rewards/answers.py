@@ -249,20 +249,21 @@ _CLAUSE = re.compile(
 )
 # "The maximum is 9", "Maximum: 9", "Option B"
 _BEGINNING = re.compile(
-    r"^(?!.*(?i:\b(?:not?|none|never|cannot|untrue|false|wrong|incorrect|impossible|error|half|double|twice|minus|check"
-    r"|verification)\b|n['’\\]))(?:[a-zA-Z\s]*\b(?:is|are|equals)\b(?:\s+an?\b|\s*:)?|[a-zA-Z\s]{3,}:\s*(?=-?\d)"
+    r"^(?!.*(?i:\b(?:way|true|right|correct|possible|case|untrue|false|wrong|incorrect|impossible)\s+(?:that|if)\b)"
+    r"|\s*(?i:none\b|not|minus|half|double|twice|wrong|error|check|verification)\b[^\d=:]*:)(?:[a-zA-Z\s]*\b(?:is|are|equals)\b(?:\s+an?\b|\s*:)?|[a-zA-Z\s]{3,}:\s*(?=-?\d)"
     r"|\s*(?:[Oo]ption|[Cc]hoice)\s+(?=\(?[A-J]\b))"
 )
 _CHANGES = re.compile(
-    r"(?i)\b(?:not|no|none|neither|never|cannot|\w+n(?:['’]|\\varphi )t|negative|plus|minus|times|divided|multiplied"
-    r"|modulo|mod|least|most|than|or (?:more|less|fewer|so|higher|lower|greater|larger|smaller|some\w+)|out of"
-    r"|\d+ (?:in|to) \d+|(?:ten|hundred|thousand|illion)th|\d+ths|except|without|unlike|impossible|false|untrue|wrong"
-    r"|incorrect|mistaken|fails|rule out|excluded|doubt|exceeds|any\w+ but|far from|close to|next to|nearly|short of"
-    r"|too (?:small|large|big|low|high|few|many|much)|bound|reciprocal|inverse|opposite|negation|absolute value"
-    r"|multiple|divisor|(?:(?:co)?sine|tangent|logarithm|log|digits) of|square of \d|raised to|to the power|in base"
-    r"|cube|tens|lakh|crore|mil|bn|differs|below|above|under|over|between|half|halves|third|quarter|double|twice"
-    r"|(?:four|fif|six|seven|eigh|nin|ten)th|dozen|score|gross|hundred|thousand|[a-z]*illion|squared|cubed|root"
-    r"|factorial|(?:check|verification)(?=:)|(?:step|case|part|problem) \d+$)s?\b|\\%\s*of\b.*\d"
+    r"(?i)\b(?:not|no|none|neither|never|cannot|\w+n(?:['’]|\\varphi )t (?:(?:be|have|equal|to|the|a"
+    r"|exactly) )*(?:[-$]?\d+|right|correct)|negative|plus|minus|times|divided|multiplied|modulo|mod|least|most|than"
+    r"|or (?:more|less|fewer|so|higher|lower|greater|larger|smaller|some\w+)|out of|\d+ (?:in|to) \d+|(?:ten|hundred"
+    r"|thousand|illion)th|\d \d+ths|except|without|unlike|impossible|false|untrue|wrong|incorrect|mistaken|fails"
+    r"|rule out|excluded|doubt|exceeds|any\w+ but|far from|close to|next to|nearly|short of|too (?:small|large|big|low"
+    r"|high)|bound|reciprocal|inverse|opposite|negation|absolute value|multiple|divisor|(?:(?:co)?sine|tangent"
+    r"|logarithm|log|digits) of|square of \d|raised to|to the power|in base|cube|tens|lakh|crore|mil|bn|differs|below"
+    r"|above|under|over|between|half|halves|third|quarter|double|twice|(?:four|fif|six|seven|eigh|nin|ten)th|dozen"
+    r"|score|gross|hundred|thousand|[a-z]*illion|squared|cubed|root|factorial|(?:check|verification)(?=:)|(?:step|case"
+    r"|part|problem) \d+$)s?\b|\\%\s*of\s*\d"
     r"|的平方|次方|根号|分之|倍|一半|至[少多]|[大小多少超]于|超过|以[上下内外]|没有|除[了以]|并非|非|[不百千万亿]"
 )
 # What a number in a sentence may count besides the answer: "on 3 pens", "of the 4 friends"; and brackets.
