@@ -255,7 +255,7 @@ _BEGINNING = re.compile(
 )
 _CHANGES = re.compile(
     r"(?i)\b(?:not|no|none|neither|never|cannot|\w+n(?:['’]|\\varphi )t (?:(?:be|have|equal|to|the|a"
-    r"|exactly) )*(?:[-$]?\d+|right|correct)|negative|plus|minus|times|divided|multiplied|modulo|mod|least|most|than"
+    r"|exactly) )*(?:[-${]*\d+|right|correct)|negative|plus|minus|times|divided|multiplied|modulo|mod|least|most|than"
     r"|or (?:more|less|fewer|so|higher|lower|greater|larger|smaller|some\w+)|out of|\d+ (?:in|to) \d+|(?:ten|hundred"
     r"|thousand|illion)th|\d \d+ths|except|without|unlike|impossible|false|untrue|wrong|incorrect|mistaken|fails"
     r"|rule out|excluded|doubt|exceeds|any\w+ but|far from|close to|next to|nearly|short of|too (?:small|large|big|low"
