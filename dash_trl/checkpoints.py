@@ -49,7 +49,17 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
 
 
 # Settings of an adapter on which depends what its weights mean.
-OF_ADAPTER = "peft_type r lora_alpha use_rslora use_dora alpha_pattern rank_pattern target_modules bias".split()
+OF_ADAPTER = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "alpha_pattern",
+    "rank_pattern",
+    "target_modules",
+    "bias",
+)
 
 
 def check_weights(checkpoint: str, adapters: Mapping[str, Any]) -> None:
@@ -82,8 +92,19 @@ def check_weights(checkpoint: str, adapters: Mapping[str, Any]) -> None:
 # Settings of a parameter group whose options have other names.
 OPTIONS = {"initial_lr": "learning_rate", "betas": "adam_beta", "eps": "adam_epsilon"}
 # Values of a parameter group that change with the steps, the last ones in optimizers without a schedule.
-CHANGING = "params lr k d d_max d_numerator lr_max scheduled_lr train_mode weight_sum".split()
-STATE = "optimizer* scheduler.pt rng_state*".split()  # files without which a run goes on otherwise
+CHANGING = (
+    "params",
+    "lr",
+    "k",
+    "d",
+    "d_max",
+    "d_numerator",
+    "lr_max",
+    "scheduled_lr",
+    "train_mode",
+    "weight_sum",
+)
+STATE = ("optimizer*", "scheduler.pt", "rng_state*")  # files without which a run goes on otherwise
 
 
 def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:

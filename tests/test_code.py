@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dash_trl import CodeReward, load_code_dataset
-from dash_trl.sandbox import Sandbox, UnfitTests, same_output
+from dash_trl.sandbox import Sandbox, UnfitTests, Verdict, same_output
 from tests.attacks import programs
-from tests.fake_fusion import found
 from tests.launching import SHARED, needs_data
 from tests.tiny import assistant, refused
 
@@ -21,7 +20,37 @@ TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0"]
 
 @pytest.fixture(scope="module")
 def reward():
-    return pickle.loads(pickle.dumps(CodeReward(Sandbox(cpu_seconds=2))))
+    with pickle.loads(pickle.dumps(CodeReward(Sandbox(cpu_seconds=2)))) as reward:
+        yield reward
+
+
+class Own:
+    """A sandbox that runs nothing, and keeps what it is given."""
+
+    count = 3
+
+    def __init__(self):
+        self.given = []
+
+    def run(self, program, tests, entry_point=None):
+        self.given.append((program, list(tests), entry_point))
+        return Verdict(1, 1, "why")
+
+
+def found(completion: str, *columns: object, tests: str | None = "assert f(1)", **more: object) -> str | None:
+    """The program of a completion that the reward runs."""
+    sandbox = Own()
+    CodeReward(sandbox)(completion, tests, *columns, **more)
+    return sandbox.given[0][0] if sandbox.given else None
+
+
+def test_any_object_with_run_is_a_sandbox():
+    sandbox = Own()
+    reward = CodeReward(sandbox)
+    score, notes = reward(fenced(RIGHT), ["assert f(1)"], "f", inputs=["1"], outputs=["2"])
+    assert (score, notes) == (0.0, {"passed": 0.5, "explanation": "why"})
+    assert sandbox.given == [(RIGHT, ["assert f(1)", ("1", "2")], "f")]
+    assert reward.max_concurrency == 3
 
 
 def fenced(program: str, language: str = "python") -> str:

@@ -182,7 +182,7 @@ def test_a_machine_without_namespaces_is_an_error_with_the_remedies():
     for remedy in (
         "apparmor_restrict_unprivileged_userns",
         "--security-opt",
-        "SandboxFusion(url)",
+        "a sandbox of your own",
         "'rlimits'",
         "bwrap: ",
     ):

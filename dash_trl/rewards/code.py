@@ -11,6 +11,7 @@ the cause (a busy machine, tests that cannot be run), the reward function raises
 import re
 import textwrap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from dash_trl.rewards.answers import final_text
 from dash_trl.rewards.math import completion_text
@@ -27,7 +28,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         trainer = DASHTrainer(..., reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
 
     Args:
-        sandbox: a `Sandbox`, a server (`SandboxFusion`), or a `ProgramSandbox` of your own. None = `Sandbox()`.
+        sandbox: a `Sandbox`, or a `ProgramSandbox` of your own. None = `Sandbox()`.
     """
 
     __name__ = "code"  # TRL's metrics get this name
@@ -38,7 +39,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         self.max_concurrency = getattr(self.sandbox, "count", None)
 
     def __exit__(self, *exc_info: object) -> None:
-        """Do nothing, because a sandbox keeps nothing. A `with` block may hold this reward, as it may a `RewardRunner`."""
+        """Do nothing: a sandbox keeps nothing. A `with` block may hold this reward, as it may a `RewardRunner`."""
 
     def __call__(
         self,

@@ -2,5 +2,4 @@
 
 from dash_trl.sandbox.box import Sandbox
 from dash_trl.sandbox.checker import Test, same_output
-from dash_trl.sandbox.protocol import ProgramSandbox, SandboxError, UnfitTests, Verdict
-from dash_trl.sandbox.remote import SandboxFusion
+from dash_trl.sandbox.protocol import ProgramSandbox, SandboxError, UnfitTests, Verdict, job_of, read_verdict

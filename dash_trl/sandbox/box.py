@@ -76,8 +76,8 @@ NO_NAMESPACES = (
     "The sandbox for programs (bubblewrap) cannot make namespaces on this machine. Allow them: on Ubuntu 24.04 and "
     "newer by `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or by an AppArmor profile for bwrap with "
     "`userns,`; on Debian by `sysctl kernel.unprivileged_userns_clone=1`; in Docker by `--cap-add SYS_ADMIN "
-    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined`, as root. Or run the programs elsewhere: "
-    "CodeReward(SandboxFusion(url)). Or only limit their resources, if you trust the programs: "
+    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined`, as root. Or run the programs on a server, "
+    "by a sandbox of your own (docs/howto/code-rewards.md). Or only limit their resources, if you trust the programs: "
     "CodeReward(Sandbox(isolation='rlimits')). What was tried: "
 )
 

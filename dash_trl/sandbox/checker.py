@@ -13,7 +13,8 @@ no `__eq__` of the program can decide a test.
 The checker reads the job from standard input, and writes the line "ready", a line with the job's nonce just before the
 program first runs, and a line with the nonce and the verdict. The program cannot read the nonce.
 
-This module imports nothing from this package: `box.py` starts it in the sandbox, and `remote.py` sends its source.
+This module imports nothing from this package: `box.py` starts it in the sandbox, and a sandbox of your own may send its
+source to a server.
 """
 
 import ast

@@ -38,7 +38,7 @@ class Verdict:
 
 
 class ProgramSandbox(Protocol):
-    """Runs untrusted programs against tests: `Sandbox`, `SandboxFusion`, or your own.
+    """Runs untrusted programs against tests: `Sandbox`, or your own.
 
     `CodeReward` calls `run` from several threads. Optional: an attribute `count`, the limit of calls at once.
     """
