@@ -1,5 +1,6 @@
 """`Checkpoints`: saves and restores the window in use, the position in the prompts and the states of callbacks."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
         raise ValueError(
             f"resume_from_checkpoint={value!r} names no whole checkpoint of its run: {'; '.join(reasons)}. Name "
             "another checkpoint, or leave it out, to begin anew. A checkpoint that you have changed is not checked "
-            f"without its {manifest.LIST}. A run saves checkpoints if it has save_strategy='steps' and save_steps."
+            f"without its {manifest.LIST}."
         )
     if reasons:
         logger.warning(f"The run goes on from {found}, not from a later one: {'; '.join(reasons)}.")
@@ -107,20 +108,24 @@ CHANGING = (
 STATE = ("optimizer*", "scheduler.pt", "rng_state*")  # files without which a run goes on otherwise
 
 
-def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
+def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]], max_steps: int) -> str | None:
     """Return a warning of how this run's optimizer differs from the checkpoint's, by their parameter groups, or `None`.
+
+    `max_steps` is this run's, on which the schedule of the learning rate depends.
 
     Raises:
         ValueError: if the checkpoint is of another optimizer, whose settings have other names.
     """
     remedy = f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
     said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
+    if (then := json.loads(Path(checkpoint, "trainer_state.json").read_text())["max_steps"]) != max_steps:
+        said.append(f"max_steps={then}, so the learning rate now follows the schedule of {max_steps} steps")
     for own, group in zip(asked, groups, strict=True):
         adamw = "decoupled_weight_decay"  # Adam has it, too, as False
         if own.keys() - group.keys() or own.get(adamw) != group.get(adamw):
             raise ValueError(f"{checkpoint} is of another optimizer: {[*group]}, here {[*own]}. {remedy}")
         changed = [key for key in own if key not in CHANGING and own[key] != group[key]]
-        said += [f"{OPTIONS.get(key, key)}={group[key]}, which holds, not {own[key]}" for key in changed]
+        said += [f"{OPTIONS.get(key, key)}={group[key]}, which is used, not {own[key]}" for key in changed]
     return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {remedy}" if said else None
 
 

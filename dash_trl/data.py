@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from dash_trl.rewards import last_boxed, last_hashes, plain_answer
 
@@ -254,10 +255,10 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
             loaded = load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), **settings)
         else:
             loaded = load_dataset(str(path) if path.is_dir() else source, config, **settings)
-    except (KeyError, FileNotFoundError, ConnectionError) as error:  # DatasetNotFoundError is a FileNotFoundError
+    except (KeyError, OSError, DatasetGenerationError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise ValueError(
             f"{source!r} is neither a path with data files ({', '.join(FILE_FORMATS)}; looked for {path.absolute()}) "
-            f"nor a dataset that the hub gives ({error}): correct it, or the connection."
+            f"nor a dataset that the hub gives ({error.__cause__ or error}): correct it, or the connection."
         ) from error
     return _split_mbpp_plus(dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded})
 

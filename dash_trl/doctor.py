@@ -19,7 +19,7 @@ from dash_trl.versions import bounds, installed
 
 # A package → what it is for; "" = training.
 PACKAGES = {
-    **dict.fromkeys(("torch", "trl", "transformers", "accelerate", "datasets", "math-verify"), ""),
+    **dict.fromkeys(("torch", "torchvision", "trl", "transformers", "accelerate", "datasets", "math-verify"), ""),
     "deepspeed": "ZeRO",
     "peft": "LoRA",
     "ray": 'RewardRunner(backend="ray")',
@@ -115,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             print(f"  yes  {what}: {examine()}")
         except Exception as error:  # a broken installation may raise anything
-            print(f"  no   {what}: {type(error).__name__}: {error}")
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # transformers says only what it could not import
+                cause = cause.__cause__
+            print(f"  no   {what}: {type(cause).__name__}: {cause}")
             works &= what != "training" and not what.startswith("an update")
     for name, use in PACKAGES.items():
         found = installed(name)

@@ -66,7 +66,9 @@ def find(folder: Path) -> tuple[Path | None, list[str]]:
         if current and step > current.get(name, -1):
             reasons.append(f"{path} is of another run ({name})" if found else f"the run in {path} has saved none yet")
         elif damaged := _damaged(path):
-            reasons.append(f"in {path}, {damaged[0]} is missing, damaged or incomplete")
+            is_none = not found and not (path / LIST).exists()
+            said = f"in {path}, {damaged[0]} is missing, damaged or incomplete"
+            reasons.append(f"{path} has no checkpoint" if is_none else said)
         else:
             return path, reasons
     return None, reasons

@@ -28,9 +28,9 @@ def set_handlers(*handlers: Any) -> list[Any]:
 
 
 def say(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error (as `sys.excepthook`): without its traceback if this package has found a user's mistake.
+    """Print an error (as `sys.excepthook`): an interrupt, or a user's mistake, without its traceback.
 
-    Such an error is raised by a statement of this package, and no line of the user's own code has caused it.
+    A mistake is raised by a statement of this package, and no line of the user's own code has caused it.
     """
     last = trace
     while last.tb_next is not None:
@@ -40,7 +40,7 @@ def say(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     raised = code.co_filename.startswith(package) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
     known = all(one.filename.startswith((package, sys.prefix, sys.base_prefix, "<")) for one in cause)
-    if issubclass(kind, ValueError) and raised and known:
+    if kind is KeyboardInterrupt or issubclass(kind, ValueError) and raised and known:
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

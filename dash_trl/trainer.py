@@ -9,6 +9,7 @@ all ranks.
 
 import math
 import time
+import warnings
 from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
@@ -106,6 +107,8 @@ class DASHTrainer(GRPOTrainer):
                 trust_remote_code=args.trust_remote_code,
             )
         seams.begin_accelerate(args)
+        # TRL 1.16 calls methods that transformers has renamed, in each step.
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
         # TRL's client for servers needs CUDA: hide the servers here; `install` below adds ours.
         hidden = {"use_vllm": False} if args.names_servers else {}
         with seams.with_settings(args, hidden), seams.reference_of(model):
@@ -173,11 +176,12 @@ class DASHTrainer(GRPOTrainer):
         found = self.ranks.agree(checkpoint_to_resume, resume_from_checkpoint, self.args.output_dir, main_only=True)
         try:
             return super().train(found, *args, **kwargs)
-        except KeyboardInterrupt:
-            if not transformers.utils.is_in_notebook():  # which would print the code of hundreds of lines
-                raise
+        except KeyboardInterrupt:  # whose traceback has hundreds of lines
             state = self.state
-            raise KeyboardInterrupt(f"stopped after step {state.global_step} of {state.max_steps}") from None
+            raise KeyboardInterrupt(
+                f"stopped after step {state.global_step} of {state.max_steps}. train(resume_from_checkpoint=True) goes "
+                "on from the last checkpoint, train() begins a new run with the weights of now."
+            ) from None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint, self.model.peft_config if is_peft_model(self.model) else {})
@@ -194,7 +198,9 @@ class DASHTrainer(GRPOTrainer):
         with loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         # DeepSpeed has loaded its optimizer before, from files of its own.
-        if not self.is_deepspeed_enabled and (said := compared(checkpoint, asked, self.optimizer.param_groups)):
+        if self.is_deepspeed_enabled:
+            return
+        if said := compared(checkpoint, asked, self.optimizer.param_groups, self.state.max_steps):
             self._run.checkpoints.warn(said)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:

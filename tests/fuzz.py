@@ -390,7 +390,8 @@ def kind(name: str, **options: Any) -> Any:
     loss_type=LOSSES[:-3],
 )
 def trl(case: dict, folder: Path) -> str:
-    if case["beta"]:  # a dropped row has lost its KL term
+    # A dropped row has lost its KL term, and dynamic RoPE does not remember it.
+    if case["beta"] or case["rope"] == "dynamic":
         case["gradient_filter_threshold"] = None
     if case["attention"] == "eager":  # in float64, its softmax of padding is NaN
         case["dtype"] = torch.float32

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.notebook import NotebookProgressCallback
 from trl import GRPOTrainer
@@ -173,7 +172,7 @@ class Table(NotebookProgressCallback):
             raise KeyboardInterrupt
 
 
-def test_a_notebook_shows_the_rewards_and_no_code_after_an_interrupt(train, tmp_path, capsys, monkeypatch):
+def test_a_notebook_shows_the_rewards_and_no_code_after_an_interrupt(train, tmp_path, capsys):
     table = Table()
     trainer = train(prepare=lambda trainer: (trainer.add_callback(table), monitor(trainer)), max_steps=2)
     log = trainer.state.log_history[0]
@@ -181,7 +180,6 @@ def test_a_notebook_shows_the_rewards_and_no_code_after_an_interrupt(train, tmp_
     assert table.lines[0] == ["Step", "Training Loss", "Reward", "Kept", "Mean length", "Seconds per step"]
     assert table.lines[1] == [log[name] for name in names]
     assert "IPython.core.display.Image" in capsys.readouterr().out
-    monkeypatch.setattr(transformers.utils, "is_in_notebook", lambda: True)
     trainer.args.max_steps = 4
     with pytest.raises(KeyboardInterrupt, match="stopped after step 3 of 4") as ended:
         trainer.train()

@@ -14,7 +14,7 @@ from sft import SupervisedArguments, SupervisedConfig
 from train_math import MathArguments
 from trl import ModelConfig
 
-from dash_trl import DASHConfig, command, signals
+from dash_trl import DASHConfig, command, doctor, signals
 from dash_trl.rewards import watch
 from dash_trl.versions import bounds
 from tests.launching import ROOT
@@ -78,10 +78,14 @@ def test_only_errors_of_this_package_have_no_traceback(capsys, monkeypatch):
         reward(completions=[name])
         raise reward.outcomes[0]
 
+    def interrupted(name):
+        raise KeyboardInterrupt
+
     within = eval(compile("lambda name: int(name)", command.__file__, "eval"))
     works = {command.accelerate_config: "ValueError: accelerate_config='zero4' is", within: "Traceback"}
-    for work, said in (works | {int: "Traceback", scored: "Traceback"}).items():
-        with pytest.raises(ValueError) as found:
+    works |= {int: "Traceback", scored: "Traceback", interrupted: "KeyboardInterrupt: "}
+    for work, said in works.items():
+        with pytest.raises((ValueError, KeyboardInterrupt)) as found:
             work("zero4")
         signals.say(found.type, found.value, found.tb)
         assert capsys.readouterr().err.startswith(said)
@@ -136,7 +140,11 @@ def test_the_report_and_the_exit_code(monkeypatch, capsys):
     assert "yes  training" in printed and f"{torch.__version__} torch" in printed
     assert not bounds()["transformers"].contains("6")
     monkeypatch.setattr("dash_trl.doctor.bounds", lambda: {"trl": SpecifierSet("<1")})
-    monkeypatch.setitem(sys.modules, "dash_trl.trainer", None)  # its import raises
+
+    def fail():
+        raise ValueError("outer") from KeyError("inner")
+
+    monkeypatch.setitem(doctor.PARTS, "training", fail)
     assert command.main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "no   training: ModuleNotFoundError" in printed and "trl (tested: <1)" in printed
+    assert "no   training: KeyError: 'inner'" in printed and "trl (tested: <1)" in printed

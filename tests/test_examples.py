@@ -297,7 +297,7 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     (
         train_math,
         ["--resume_from_checkpoint", "true"],
-        "resume_from_checkpoint='true' names no whole checkpoint of its run: in /",
+        "resume_from_checkpoint='true' names no whole checkpoint of its run: /.* has no checkpoint",
     ),
     (
         train_math,

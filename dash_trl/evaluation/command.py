@@ -161,7 +161,7 @@ class EvaluationArguments(Task):
         if not (is_greedy or 0 < self.temperature < math.inf and self.num_samples > 0):
             raise ValueError(
                 f"temperature={self.temperature} with num_samples={self.num_samples}: take num_samples of 1 or more, "
-                "and a temperature above 0, or temperature 0 with one sample (greedy decoding)."
+                "and a temperature above 0, or temperature 0 with --num_samples 1 (greedy decoding)."
             )
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
