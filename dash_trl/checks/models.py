@@ -33,7 +33,7 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
             "and the prompt, so the width of a pass would change its result. Use another adapter, such as LoraConfig."
         )
     init = str(getattr(adapter, "init_lora_weights", ""))
-    if args.beta and (init[:5] in CHANGES_BASE or given is not default):
+    if getattr(args, "beta", 0) and (init[:5] in CHANGES_BASE or given is not default):
         raise ValueError(
             f"beta={args.beta} needs a reference: the base model or, of a model with an adapter, a copy of its adapter "
             f"'default'. But it has another name, or init_lora_weights={init!r}, which changes the base model. "
