@@ -95,6 +95,7 @@ COMPLETIONS = {
         # what was only thought
         f"<think>{fenced(G)}</think>{fenced(F)}",
         f"{fenced(G)}</think>{fenced(F)}",
+        f"<think>{fenced(G)}</think>\n<answer>\n{F}\n</answer>",
     ],
     # a helper in an earlier block
     f"{G}\n{F} + g(0)": [f"{fenced(G)}\nThen:\n{fenced(F + ' + g(0)')}"],

@@ -91,6 +91,7 @@ _PYTHON = ("", "python", "py", "python3")
 _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
 _READS = re.compile(r"\b(?:input|open)[ ]*\(|\bstdin\b")
 _DEFINED = re.compile(r"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+(\w+)", re.MULTILINE)
+_TAG = r"(?m)^[ \t]*<answer>|</answer>[ \t]*$"  # around an answer, as in the format of DeepSeek-R1
 # A fence on one line.
 _ONE_LINE = re.compile(
     r"^(`{3,})(?:python|py)?[ \t]*((?:\w+[ \t]*[(=]|def |class |import |from )[^`\n]*)\1[ \t]*$", re.MULTILINE
@@ -111,7 +112,7 @@ def find_program(completion: str, entry_point: str | None, *, reads: bool) -> st
         entry_point: the function that the tests call. None = any function or class.
         reads: True = look for a block that reads standard input instead.
     """
-    before, language, blocks = _split(final_text(completion))
+    before, language, blocks = _split(re.sub(_TAG, "", final_text(completion)))
     unfenced = [before] if not language and _STATEMENT.search(before) else []
     candidates = [*unfenced, *blocks]
     if not candidates:
