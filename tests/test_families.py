@@ -115,6 +115,7 @@ def test_values_of_prefixes_in_tree_passes(tmp_path, caplog):
         check_values(values, model, tokenizer, requests, near=1e-4)
 
 
+@pytest.mark.usefixtures("python")  # it starts a server, so `make test` leaves it out
 @pytest.mark.xdist_group("vllm")
 def test_a_multimodal_model_is_served(tmp_path, caplog):
     """Qwen3.5 with its processor: an adapter that is sent alone, then the model; vLLM's kernels for a CPU take bf16."""
