@@ -1,6 +1,5 @@
 """`Checkpoints`: saves and restores the window in use, the position in the prompts and the states of callbacks."""
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -8,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainerState
 
 from dash_trl import manifest
 from dash_trl.callbacks import dash_callbacks, restore_states, states_of
@@ -64,9 +65,9 @@ OF_ADAPTER = (
 
 
 def check_weights(checkpoint: str, adapters: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if a checkpoint has an adapter, but this run trains a whole model, or the other way round.
+    """Raise a `ValueError` if only one of checkpoint and run has an adapter, or if their adapters have other settings.
 
-    Transformers would leave the weights as they are, or find no file. It ignores settings.
+    Transformers would leave the weights as they are, find no file, or ignore the settings.
     """
     other = "adapter_config.json"
     said = "an adapter, but this run trains all weights"
@@ -74,12 +75,12 @@ def check_weights(checkpoint: str, adapters: Mapping[str, Any]) -> None:
         if Path(checkpoint, other).exists():
             own = next(iter(adapters.values()))
             saved = vars(own.from_pretrained(checkpoint))
-            changed = {name: now for name, now in vars(own).items() if name in OF_ADAPTER and saved.get(name) != now}
-            if changed:
-                then = {name: saved.get(name) for name in changed}
+            differ = [name for name in vars(own) if name in OF_ADAPTER and saved.get(name) != getattr(own, name)]
+            if differ:
+                changed = [f"{name}={saved.get(name)}, here {getattr(own, name)}" for name in differ]
                 raise ValueError(
-                    f"{checkpoint} has an adapter with {then}, but this run has {changed}. Use the first "
-                    "ones, or begin a new run with its weights, by PeftModel.from_pretrained(..., is_trainable=True)."
+                    f"{checkpoint} has an adapter with {'; '.join(changed)}. Use its settings, or begin a new run with "
+                    "its weights, by PeftModel.from_pretrained(..., is_trainable=True)."
                 )
         other = "model*.safetensors"
         said = "a whole model, but this run trains an adapter"
@@ -118,7 +119,8 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     """
     remedy = f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
     said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
-    if (then := json.loads(Path(checkpoint, "trainer_state.json").read_text())["max_steps"]) != max_steps:
+    then = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").max_steps
+    if then != max_steps:
         said.append(f"max_steps={then}, so the learning rate now follows the schedule of {max_steps} steps")
     for own, group in zip(asked, groups, strict=True):
         adamw = "decoupled_weight_decay"  # Adam has it, too, as False

@@ -255,7 +255,7 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
             loaded = load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), **settings)
         else:
             loaded = load_dataset(str(path) if path.is_dir() else source, config, **settings)
-    except (KeyError, OSError, DatasetGenerationError) as error:  # DatasetNotFoundError is a FileNotFoundError
+    except (KeyError, FileNotFoundError, ConnectionError, DatasetGenerationError) as error:
         raise ValueError(
             f"{source!r} is neither a path with data files ({', '.join(FILE_FORMATS)}; looked for {path.absolute()}) "
             f"nor a dataset that the hub gives ({error.__cause__ or error}): correct it, or the connection."

@@ -19,9 +19,10 @@ from dash_trl.versions import bounds, installed
 
 # A package → what it is for; "" = training.
 PACKAGES = {
-    **dict.fromkeys(("torch", "torchvision", "trl", "transformers", "accelerate", "datasets", "math-verify"), ""),
+    **dict.fromkeys(("torch", "trl", "transformers", "accelerate", "datasets", "math-verify"), ""),
     "deepspeed": "ZeRO",
     "peft": "LoRA",
+    "torchvision": "multimodal models",
     "ray": 'RewardRunner(backend="ray")',
     "openai": "JudgeReward",
     "trackio": 'report_to="trackio"',

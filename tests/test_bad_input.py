@@ -332,7 +332,7 @@ def test_models(tiny_model):
         (lambda name: get_peft_model(load(name), VIRTUAL), "PrefixTuningConfig: virtual tokens cannot be trained"),
         (
             lambda name: get_peft_model(load(name), LoraConfig(init_lora_weights="olora")),
-            "'olora', which changes the base model",
+            "changes the base model .init_lora_weights='olora'",
         ),
     ):
         refused(said, check_model, make(tiny_model), config(beta=0.1))

@@ -36,7 +36,7 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
     if getattr(args, "beta", 0) and (init[:5] in CHANGES_BASE or given is not default):
         raise ValueError(
             f"beta={args.beta} needs a reference: the base model or, of a model with an adapter, a copy of its adapter "
-            f"'default'. But it has another name, or init_lora_weights={init!r}, which changes the base model. "
+            f"'default'. This adapter has another name, or changes the base model (init_lora_weights={init!r}). "
             "Use beta=0, or a LoraConfig without init_lora_weights and a PeftModel without adapter_name."
         )
     if isinstance(model, str):
@@ -70,7 +70,7 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
 
 
 def check_trainable(model: PreTrainedModel) -> None:
-    """Raise a `ValueError` if no parameter (of its adapter) would be trained, or one would be in each backward pass.
+    """Raise a `ValueError` if nothing of the model or its adapter would be trained, or some in each backward pass.
 
     Warn if SDPA leaves out a part of the model (Gemma 2 with transformers before 5.23).
     """

@@ -132,14 +132,14 @@ def check_prompt_ids(
             "Pass conversations instead of texts that a chat template has made, or remove bos_token from the texts."
         )
     # For some models, the token with which a text begins ends it, too.
-    for *_, before, last in (ids for ids in prompt_ids if len(ids) > 1):
-        # Most chat templates write a line end after each message.
-        if last in ends or before in ends and not tokenizer.decode([last]).strip():
-            raise ValueError(
-                f"A prompt ends with an end token ({ends}; eos_token), so the model would continue after an end. "
-                "Remove it from the text or from the chat template, load the tokenizer with add_eos_token=False, or "
-                "make the text with apply_chat_template(..., add_generation_prompt=True)."
-            )
+    # Most chat templates write a line end after each message.
+    several = [ids[-2:] for ids in prompt_ids if len(ids) > 1]
+    if any(ids[1] in ends or ids[0] in ends and not tokenizer.decode(ids[1:]).strip() for ids in several):
+        raise ValueError(
+            f"A prompt ends with an end token ({ends}; eos_token), so the model would continue after an end. Remove it "
+            "from the text or from the chat template, load the tokenizer with add_eos_token=False, or make the text "
+            "with apply_chat_template(..., add_generation_prompt=True)."
+        )
 
 
 def check_tokens(rows: Iterable[Sequence[int]], config: PreTrainedConfig, name: str) -> None:

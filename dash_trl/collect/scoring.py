@@ -52,7 +52,7 @@ class GenerationBatch:
             self.rollouts.examples,
             self.sampled.prompts,
             self.sampled.completions,
-            deepcopy(self.sampled.completion_ids),
+            deepcopy(self.sampled.completion_ids),  # functions may change them
         )
 
 

@@ -250,7 +250,8 @@ _CLAUSE = re.compile(
 # "The maximum is 9", "Maximum: 9", "Option B"
 _BEGINNING = re.compile(
     r"^(?!.*(?i:\b(?:way|true|right|correct|possible|case|untrue|false|wrong|incorrect|impossible)\s+(?:that|if)\b)"
-    r"|\s*(?i:none\b|not|minus|half|double|twice|wrong|error|check|verification)\b[^\d=:]*:)(?:[a-zA-Z\s]*\b(?:is|are|equals)\b(?:\s+an?\b|\s*:)?|[a-zA-Z\s]{3,}:\s*(?=-?\d)"
+    r"|\s*(?i:none\b|not|minus|half|double|twice|wrong|error|check|verification)\b[^\d=:]*:)"
+    r"(?:[a-zA-Z\s]*\b(?:is|are|equals)\b(?:\s+an?\b|\s*:)?|[a-zA-Z\s]{3,}:\s*(?=-?\d)"
     r"|\s*(?:[Oo]ption|[Cc]hoice)\s+(?=\(?[A-J]\b))"
 )
 _CHANGES = re.compile(

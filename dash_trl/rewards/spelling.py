@@ -57,7 +57,8 @@ _SYMBOLS = str.maketrans({char: rf"\{name} " for char, name in zip("π∞∈∪�
 _CELL = r"((?:(?!\\\\)[^&])+)"
 _COLUMN = rf"\\begin\{{[pb]matrix\}}{_CELL}"
 _SPELLINGS = {  # <<48/2=24>> is a calculation in GSM8K
-    r"\\?\$|(?<![\w)])\*\*|\*\*(?![\w(-])|<<[^<>]*>>|\\(?:color(?:\[\w+\])?|tag|hspace)\{[^{}]+\}|\\(?:checkmark|(?:black)?square|pounds)\b"
+    r"\\?\$|(?<![\w)])\*\*|\*\*(?![\w(-])|<<[^<>]*>>"
+    r"|\\(?:color(?:\[\w+\])?|tag|hspace)\{[^{}]+\}|\\(?:checkmark|(?:black)?square|pounds)\b"
     r"|\\(?:[hH]uge|LARGE|Large|large|small|[bB]ig+[lr]?|displaystyle|textstyle|bf|rm|tt)(?![a-zA-Z])"
     r"|\\(?:(?:textcolor|colorbox)\{#?\w+\}|underline|emph|boldsymbol|bm|pmb|bold|boxed|fbox)(?=\s*\{)": "",
     r"\\(?:text(?:bf|it|rm|sf|tt|sc|up|md|normal)?|math(?:rm|bf|it|sf|tt)|[mh]box)\s*\{([^{}]*)\}": r" \1 ",
