@@ -179,6 +179,8 @@ def test_names_without_data(tmp_path):
     nowhere = "is neither a path with data files .*.parquet.* nor .*hub .*correct it, or the connection"
     for name in ("./nowhere", "nowhere.jsonl", "no/where", str(tmp_path)):
         refused(f"'{name}' {nowhere}", load_math_dataset, name)
+    (broken := tmp_path / "broken.jsonl").write_text('{"problem": ')
+    refused("hub gives .*JSON parse error", load_math_dataset, broken)
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
