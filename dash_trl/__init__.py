@@ -3,6 +3,7 @@
 A name is imported when it is first used, so `import dash_trl` is quick and needs neither torch nor trl.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from dash_trl._lazy import lazy
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # the names below, for type checkers
     from dash_trl.tools import ProcessTool
     from dash_trl.trainer import DASHTrainer
 
+# PyTorch reads this when it is loaded. Otherwise, beside other work, its threads spin for long to wait for each other.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 __version__ = installed("dash_trl") or "0.0.0"  # a source tree that is not installed
 
 _get, __dir__ = lazy(

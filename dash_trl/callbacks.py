@@ -1,6 +1,6 @@
 """`DASHCallback`: a `TrainerCallback` with events that can change rollouts, rewards and advantages."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -109,9 +109,13 @@ class DASHCallback(TrainerCallback):
         """
 
 
-def dash_callbacks(handler: Any) -> list[DASHCallback]:
-    """Return the `DASHCallback`s of Transformers' callback handler, in the order in which they are called."""
-    return [callback for callback in handler.callbacks if isinstance(callback, DASHCallback)]
+def dash_callbacks(handler: Any) -> dict[str, DASHCallback]:
+    """Return the `DASHCallback`s of Transformers' callback handler, in the order in which they are called, by name.
+
+    The first callback of a class `Name` is `Name`, the second one `Name#2`, …
+    """
+    found = [callback for callback in handler.callbacks if isinstance(callback, DASHCallback)]
+    return dict(zip(distinct([type(callback).__name__ for callback in found]), found, strict=True))
 
 
 def call_event(
@@ -134,20 +138,15 @@ def call_event(
         )
 
 
-def _named(callbacks: Sequence[DASHCallback]) -> Iterable[tuple[str, DASHCallback]]:
-    """Return (name, callback) for each. The first callback of a class `Name` is `Name`, the second one `Name#2`, …"""
-    return zip(distinct([type(callback).__name__ for callback in callbacks]), callbacks, strict=True)
+def states_of(callbacks: Mapping[str, DASHCallback]) -> dict[str, Any]:
+    """Return the states of `dash_callbacks` for a checkpoint, not copied: name → state, if the callback has one."""
+    return {name: state for name, callback in callbacks.items() if (state := callback.state_dict()) is not None}
 
 
-def states_of(callbacks: Sequence[DASHCallback]) -> dict[str, Any]:
-    """Return the states of callbacks for a checkpoint, not copied: name of the callback → its state, if it has one."""
-    return {name: state for name, callback in _named(callbacks) if (state := callback.state_dict()) is not None}
-
-
-def restore_states(callbacks: Sequence[DASHCallback], states: dict[str, Any]) -> list[str]:
-    """Pass states of `states_of` to the callbacks, in the same order. Return the names of those that miss theirs."""
+def restore_states(callbacks: Mapping[str, DASHCallback], states: dict[str, Any]) -> list[str]:
+    """Pass states of `states_of` to the callbacks. Return the names of those that miss theirs."""
     missing = []
-    for name, callback in _named(callbacks):
+    for name, callback in callbacks.items():
         if name in states:
             callback.load_state_dict(states[name])
         elif callback.state_dict() is not None:

@@ -42,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the command")
     arguments = parser.parse_args(argv)
     sys.excepthook = say
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # beside other work, OpenMP's threads would spin for long
     if arguments.command in SCRIPTS:
         launch(SCRIPTS[arguments.command], arguments.flags)
         return 0

@@ -482,7 +482,7 @@ class DASHTrainer(GRPOTrainer):
             "trainer": self,
             "log_extra": self._log_completion_extra,
         }
-        for callback in dash_callbacks(self.callback_handler):
+        for callback in dash_callbacks(self.callback_handler).values():
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 
     def run_pass(self, inputs: dict[str, Any], *, reference: bool = False) -> tuple[Any, ...]:

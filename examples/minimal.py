@@ -1,4 +1,4 @@
-"""Train with a reward of your own: python examples/minimal.py (offline; on a busy CPU, set OMP_NUM_THREADS=1).
+"""Train with a reward of your own: python examples/minimal.py (offline).
 
 It shows the reward in a progress bar, and writes metrics.jsonl, run.png and checkpoints into outputs/minimal. Started
 again, it goes on from the last checkpoint.

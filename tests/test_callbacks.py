@@ -1,7 +1,7 @@
 """The three events: their order, what they see, what they may change, and what happens if they break it."""
 
-import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.notebook import NotebookProgressCallback
 from trl import GRPOTrainer
@@ -165,22 +165,27 @@ def test_a_run_stops_at_the_first_step_past_its_time_and_a_resumed_one_counts_wh
 class Table(NotebookProgressCallback):
     """Keeps the lines of its table, and ends the run as the stop button of a notebook does."""
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_begin(self, args, state, control, **kwargs):
         self.lines = self.training_tracker.inner_table
-        super().on_step_end(args, state, control, **kwargs)
         if state.global_step == 3:
             raise KeyboardInterrupt
 
 
-def test_a_notebook_shows_the_rewards_and_no_code_after_an_interrupt(train, tmp_path, capsys):
+def test_a_notebook_shows_the_rewards_and_the_curves_also_after_an_interrupt(train, tmp_path, capsys, request):
     table = Table()
-    trainer = train(prepare=lambda trainer: (trainer.add_callback(table), monitor(trainer)), max_steps=2)
+    shell = InteractiveShell.instance()
+    request.addfinalizer(InteractiveShell.clear_instance)
+    shell.user_ns["begin"] = lambda: train(prepare=lambda one: (one.add_callback(table), monitor(one)), max_steps=2)
+    shell.run_cell("trainer = begin()").raise_error()
+    trainer = shell.user_ns["trainer"]
     log = trainer.state.log_history[0]
     names = ("step", "loss", "reward", "filter/kept_rows", "completions/mean_length", "step_time")
     assert table.lines[0] == ["Step", "Training Loss", "Reward", "Kept", "Mean length", "Seconds per step"]
     assert table.lines[1] == [log[name] for name in names]
-    assert "IPython.core.display.Image" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("IPython.core.display.Image") == 1
     trainer.args.max_steps = 4
-    with pytest.raises(KeyboardInterrupt, match="stopped after step 3 of 4") as ended:
-        trainer.train()
-    assert ended.value.__suppress_context__ and len(read_rows(tmp_path / "metrics.jsonl.old")) == 3
+    stopped = shell.run_cell("trainer.train()").error_in_exec
+    assert "stopped after step 3 of 4" in str(stopped) and stopped.__suppress_context__
+    assert "<td>3</td>" in table.training_tracker.html_code, "a line is shown with its step, not with the next"
+    assert capsys.readouterr().out.count("IPython.core.display.Image") == 1
+    assert len(read_rows(tmp_path / "metrics.jsonl.old")) == 3

@@ -36,19 +36,6 @@ class Clock:
         monkeypatch.setattr("torch.cuda.Event", Event)
 
 
-@pytest.mark.parametrize(
-    ("load", "environment", "step", "warns"),
-    [(3.5, {}, 0, True), (3.5, {}, 1, False), (3.5, {"OMP_NUM_THREADS": "1"}, 0, False), (2.2, {}, 0, False)],
-)
-def test_a_crowded_cpu_is_warned_of_in_the_first_step(monkeypatch, caplog, load, environment, step, warns):
-    for name, value in {"cpu_count": lambda: 2, "getloadavg": lambda: (load, 0, 0), "environ": environment}.items():
-        monkeypatch.setattr(f"os.{name}", value)
-    args = DASHConfig("unused", use_cpu=True)
-    state = TrainerState(global_step=step)
-    Recorder(args, state, SimpleNamespace(figures=defaultdict(list))).end_step()
-    assert ("threads want to run on 2 CPU cores" in caplog.text) == warns
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_window_for_two_steps_and_a_log_every_four(device, monkeypatch):
     clock = Clock(monkeypatch)

@@ -25,17 +25,18 @@ def monitor(trainer: Trainer) -> None:
     """Show the reward and the share of survivors in the progress bar, and write `metrics.jsonl` and `run.png`.
 
     The files are in the trainer's `output_dir`, that of any trainer of Transformers or TRL. In a notebook, the table of
-    the run has these figures, too, and the picture is shown at the end::
+    the run has these figures, and the picture follows, even after an interrupt::
 
         monitor(trainer)
         trainer.train()
     """
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(RewardProgressCallback)
-    trainer.add_callback(MetricsFileCallback(Path(trainer.args.output_dir, "metrics.jsonl")))
+    metrics = MetricsFileCallback(Path(trainer.args.output_dir, "metrics.jsonl"))
+    trainer.add_callback(metrics)
     for shown in trainer.callback_handler.callbacks:
         if hasattr(shown, "training_tracker"):  # Transformers' callback for notebooks
-            trainer.add_callback(RewardTableCallback(shown))
+            trainer.add_callback(RewardTableCallback(shown, metrics))
             break
 
 
@@ -63,26 +64,36 @@ class RewardProgressCallback(ProgressCallback):
 
 
 class RewardTableCallback(TrainerCallback):
-    """Adds figures of a run to the table that Transformers shows in a notebook, and shows `run.png` at the end.
+    """Adds figures of a run to the table that Transformers shows in a notebook, and shows `run.png` below the cell.
 
     Args:
         shown: Transformers' `NotebookProgressCallback`, which shows the table. With evaluations in training, it has
             lines of these only.
+        metrics: draws the picture.
     """
 
-    def __init__(self, shown: TrainerCallback):
+    def __init__(self, shown: TrainerCallback, metrics: "MetricsFileCallback"):
         self.shown = shown
+        self.metrics = metrics
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        from IPython import get_ipython
+
+        self._events = get_ipython().events
+        self._events.register("post_run_cell", self._draw)  # an interrupted cell has this event, too
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if "reward" in logs and args.eval_strategy == IntervalStrategy.NO:
             figures = {title: logs[name] for title, name in TABLE.items() if name in logs}
             self.shown.training_tracker.write_line({"Step": state.global_step, **figures})
+            self.shown.training_tracker.display()  # by itself only with the next step
 
-    def on_train_end(self, args, state, control, **kwargs) -> None:
+    def _draw(self, _: object) -> None:
         from IPython.display import Image, display
 
-        with suppress(FileNotFoundError):  # no log had a reward
-            display(Image(Path(args.output_dir, "run.png")))
+        self._events.unregister("post_run_cell", self._draw)
+        with suppress(ValueError):  # no log has a reward
+            display(Image(self.metrics.draw()))
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -111,7 +122,11 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_end(self, args, state: TrainerState, control, **kwargs) -> None:
         if state.is_world_process_zero:
             with suppress(ValueError):  # no log has a reward
-                plot_run(self.path, self.path.with_name("run.png"), title=self.path.parent.name)
+                self.draw()
+
+    def draw(self) -> Path:
+        """Call `plot_run`."""
+        return plot_run(self.path, self.path.with_name("run.png"), title=self.path.parent.name)
 
 
 class TimeLimitCallback(TrainerCallback):

@@ -1,7 +1,5 @@
 """`Recorder` adds figures and the seconds of each training phase to TRL's metrics."""
 
-import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +7,6 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
-
-CROWDED = 1.5  # threads per core; OpenMP's own threads alone make it 1.0
 # The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
 # The trainer waits for servers. These seconds are also counted in "generate".
@@ -71,19 +66,11 @@ class Recorder:
         On a GPU, TRL's next log has them as the mean of the steps since the last log.
         """
         self._steps += 1
-        free = self._args.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ  # PyTorch takes all cores
-        cores = os.cpu_count() or 1
-        if self._state.global_step == 0 and free and (threads := os.getloadavg()[0]) > CROWDED * cores:
-            logger.warning(
-                f"{threads:.0f} threads want to run on {cores} CPU cores, so those of PyTorch wait for each other. If "
-                "steps are slow, set the environment variable OMP_NUM_THREADS=1 (docs/howto/speed.md)."
-            )
-        args = self._args
         step = self._state.global_step + 1
         if self._on_gpu and not (  # TRL will not log this step, as far as is known now
-            args.logging_strategy != "steps"
+            self._args.logging_strategy != "steps"
             or step % self._state.logging_steps == 0
-            or (step == 1 and args.logging_first_step)
+            or (step == 1 and self._args.logging_first_step)
         ):
             return
         seconds = dict.fromkeys(self._phases, 0.0)
