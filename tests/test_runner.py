@@ -325,7 +325,7 @@ def test_failures_leave_the_batch_and_are_counted(train, caplog):
     rewards = [runner, lambda completions, **kw: [1.0] * len(completions)]
     trainer = train(reward=rewards)
     log = trainer.state.log_history[0]
-    assert 0 < log["rewards/flaky/failed"] == log["filter/dropped_unscored"] < 1
+    assert 0 == log["rewards/<lambda>/failed"] < log["rewards/flaky/failed"] == log["filter/dropped_unscored"] < 1
     (said,) = [record for record in caplog.records if "flaky" in record.message]
     assert "raised ConnectionError: judge is away. These completions (" in said.message and said.exc_info
     gone = weakref.ref(trainer)

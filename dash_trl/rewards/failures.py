@@ -151,7 +151,7 @@ class FailureWatch:
     row it failed on every row to which it applied. A batch in which it applied to no row does not count.
 
     Attributes:
-        failed: name → share of the last counted batch on which a function failed, if it has failed in one.
+        failed: name → share of the last counted batch on which a function failed.
     """
 
     def __init__(self, funcs: Sequence[object], names: Sequence[str]):
@@ -199,8 +199,7 @@ class FailureWatch:
                 )
             if not counts:
                 continue
-            if share or name in self.failed:
-                self.failed[name] = share
+            self.failed[name] = share
             self._in_a_row[i] = 0 if has_score else self._in_a_row[i] + (share > 0)
             where = ""
             if self._first and (kinds == 2).all():
