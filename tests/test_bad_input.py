@@ -206,7 +206,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"environment_factory": dict},
         "train_dataset has texts as prompts .* Write each prompt as",
     ),
-    "an argument of other trainers": ({"compute_metrics": print}, "no argument compute_metrics. .* with log_metric"),
     "tools and own rollouts": (
         {"tools": [print], "rollout_func": lambda prompts, trainer: {}},
         "rollout_func is set, and so is tools=.* Leave one of the two out",

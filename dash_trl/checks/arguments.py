@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from inspect import signature, unwrap
+from inspect import unwrap
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -30,11 +30,6 @@ def check_arguments(
         raise ValueError(
             f"args is a {type(args).__name__}, which lacks DASH's options. Pass a dash_trl.DASHConfig: it has all "
             "fields of trl.GRPOConfig."
-        )
-    if unknown := sorted(others.keys() - signature(GRPOTrainer).parameters.keys()):
-        raise ValueError(
-            f"DASHTrainer has no argument {', '.join(unknown)}. It has those of trl.GRPOTrainer. Log figures of your "
-            "own in a reward function, with log_metric: there are no labels for a compute_metrics."
         )
     own_rollouts = others.get("rollout_func") is not None
     environments = others.get("environment_factory") is not None
