@@ -612,7 +612,7 @@ def test_what_is_no_text_is_an_error_of_the_tests(reward):
 
 
 SAME = [
-    ("1 2\n", "1 2"),
+    ("1 2\n", "\n1 2"),
     ("1 2  \n3\n\n\n", "1 2\n3"),
     ("1 2\r\n3\r\n", "1 2\n3\n"),
     ("1  2", "1 2"),

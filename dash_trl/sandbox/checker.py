@@ -293,7 +293,7 @@ def same_output(found: str, expected: str) -> bool:
 
     A number with a decimal point or an exponent may differ by 1e-6, absolutely or relatively; integers must be equal.
     """
-    lines, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (found, expected))
+    lines, wanted = ([line.split() for line in text.strip().split("\n")] for text in (found, expected))
     return [*map(len, lines)] == [*map(len, wanted)] and all(
         same_word(*words) for pair in zip(lines, wanted, strict=True) for words in zip(*pair, strict=True)
     )
