@@ -84,12 +84,14 @@ def test_every_reward_that_a_trainer_takes(model, tokenizer):
 
 
 def test_other_rewards_are_refused_before_anything_is_sampled(tokenizer):
-    for reward, message in (
+    for reward, message, *settings in (
         ([of_one, of_batch], "needs one reward function, .* but there are 2"),
         (RewardRunner([of_one, of_one]), "but there are 2"),
         ("a/reward-model", "is a reward model"),
+        (Stateful, "but it can get only"),
+        (of_one, "numbers of 1 or more", ("batch_size", 0)),
     ):
-        refused(message, evaluate, None, tokenizer, [{"prompt": "1", "answer": 1}], reward)
+        refused(message, evaluate, None, tokenizer, [{"prompt": "1"}], reward, **dict(settings))
 
 
 def sample_completions(model, tokenizer, prompts, batch_size=64, **sampling) -> list[list[str]]:

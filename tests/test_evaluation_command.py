@@ -156,14 +156,15 @@ def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog, caps
 
 # ------------------------------------------------------------------------------------------------------ bad input
 
+SIZES = ("num_samples", "max_completion_length", "per_device_eval_batch_size")
 OURS = ("TINY", "--dataset_name", "problems.jsonl", *FAST)
 
 
 MISTAKES = [
     ((*OURS, "--num_samples", 4, "--k", 1, 8), r"k=\[1, 8\] with num_samples=4.*--num_samples 8"),
     ((*OURS, "--temperature", 0), "greedy decoding"),
-    ((*OURS, "--num_samples", 0), "num_samples of 1 or more"),
-    ((*OURS, "--temperature", "nan"), "num_samples of 1 or more"),
+    *[((*OURS, f"--{name}", 0), "numbers of 1 or more") for name in SIZES],
+    ((*OURS, "--temperature", "nan"), "numbers of 1 or more"),
     ((*OURS, "--dataset_test_split", "train[:0]"), "no row is in it"),
     ((*OURS, "--dataset_test_split", "test"), "has no split 'test'"),
     ((*OURS, "--reward_path", "judge.py"), "rubric"),

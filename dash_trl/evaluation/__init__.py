@@ -5,7 +5,15 @@
 The command is `dash_trl eval` (docs/howto/evaluate.md); in a program, `evaluate` measures a loaded model.
 """
 
-from dash_trl.evaluation.command import TOY_LENGTH, EvaluationArguments, Task, command_parser, evaluate_models, main
+from dash_trl.evaluation.command import (
+    TOY_LENGTH,
+    EvaluationArguments,
+    Task,
+    command_parser,
+    evaluate,
+    evaluate_models,
+    main,
+)
 from dash_trl.evaluation.figures import (
     CORRECT_ABOVE,
     bootstrap_interval,
@@ -14,7 +22,7 @@ from dash_trl.evaluation.figures import (
     metrics_of,
     pass_at_k,
 )
-from dash_trl.evaluation.reward import Reward, evaluate
+from dash_trl.evaluation.reward import Reward
 from dash_trl.evaluation.samplers import (
     TOY,
     Checkpoint,

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from datasets import Dataset
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
@@ -35,6 +36,7 @@ from dash_trl.evaluation.samplers import (
     MAX_COMPLETION_LENGTH,
     TOY,
     Checkpoint,
+    LocalSampler,
     open_sampler,
 )
 from dash_trl.monitoring import plot_pass_at_k
@@ -158,10 +160,13 @@ class EvaluationArguments(Task):
         if isinstance(self.chat_template_kwargs, str):
             self.chat_template_kwargs = dict(json.loads(self.chat_template_kwargs))
         is_greedy = (self.temperature, self.num_samples) == (0, 1)
-        if not (is_greedy or 0 < self.temperature < math.inf and self.num_samples > 0):
+        length = self.max_completion_length
+        sizes = self.num_samples, self.per_device_eval_batch_size, MAX_COMPLETION_LENGTH if length is None else length
+        if min(sizes) < 1 or not (is_greedy or 0 < self.temperature < math.inf):
             raise ValueError(
-                f"temperature={self.temperature} with num_samples={self.num_samples}: take num_samples of 1 or more, "
-                "and a temperature above 0, or temperature 0 with --num_samples 1 (greedy decoding)."
+                f"temperature={self.temperature} with {sizes} as num_samples, per_device_eval_batch_size and "
+                "max_completion_length: take numbers of 1 or more, and a temperature above 0, or temperature 0 with "
+                "--num_samples 1 (greedy decoding)."
             )
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
@@ -248,6 +253,39 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     print(f"\nsamples: {', '.join(str(folder / f'{label}.jsonl') for label in results)}")
     print(f"plot:    {plot_pass_at_k(results, folder / 'pass_at_k.png', title=Path(str(arguments.dataset_name)).name)}")
     return results
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    reward_func: Any,
+    *,
+    k: Sequence[int] = (1,),
+    batch_size: int = BATCH_SIZE,
+    **sampling: Any,
+) -> dict[str, Any]:
+    """Sample every prompt of a dataset, score the samples, and return their figures (see `figures_of`).
+
+    A reward failed if it is None, NaN or infinite, or if the function raised an exception. It never counts as 0.
+
+    Args:
+        model: see `LocalSampler`.
+        tokenizer: the tokenizer of the model.
+        dataset: rows with a `prompt`; the other columns go to the reward function, as in TRL.
+        reward_func: see `Reward`.
+        k: values of k for pass@k; at most `num_samples`.
+        batch_size: see `LocalSampler`.
+        sampling: arguments of `Sampler.sample`, such as `num_samples` and `temperature`.
+    Raises:
+        ValueError: if there are several reward functions, a column is missing, or a number is wrong.
+    """
+    EvaluationArguments(k=[*k], per_device_eval_batch_size=batch_size, **{"num_samples": 1, **sampling})
+    with Reward(reward_func) as reward:
+        reward.check_columns([name for row in dataset for name in row])
+        scored = scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling)
+        samples = [row["samples"] for _, row in scored]
+    return figures_of(samples, k)
 
 
 def labels(models: Sequence[str]) -> list[str]:

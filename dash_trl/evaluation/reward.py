@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import TrainerState
 
-from dash_trl.evaluation.figures import figures_of
-from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler, SampledCompletion, Sampler
+from dash_trl.evaluation.samplers import SampledCompletion, Sampler
 from dash_trl.rewards import (
     FailureWatch,
     RewardRunner,
@@ -102,34 +101,3 @@ def scored_samples(
             for one, score in zip(samples, scores, strict=True)
         ]
         yield index, row
-
-
-def evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: Dataset,
-    reward_func: Any,
-    *,
-    k: Sequence[int] = (1,),
-    batch_size: int = BATCH_SIZE,
-    **sampling: Any,
-) -> dict[str, Any]:
-    """Sample every prompt of a dataset, score the samples, and return their figures (see `figures_of`).
-
-    A reward failed if it is None, NaN or infinite, or if the function raised an exception. It never counts as 0.
-
-    Args:
-        model: see `LocalSampler`.
-        tokenizer: the tokenizer of the model.
-        dataset: rows with a `prompt`; the other columns go to the reward function, as in TRL.
-        reward_func: see `Reward`.
-        k: values of k for pass@k; at most `num_samples`.
-        batch_size: see `LocalSampler`.
-        sampling: arguments of `Sampler.sample`, such as `num_samples` and `temperature`.
-    Raises:
-        ValueError: if there are several reward functions, or if one needs a column that does not exist.
-    """
-    with Reward(reward_func) as reward:
-        scored = scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling)
-        samples = [row["samples"] for _, row in scored]
-    return figures_of(samples, k)
