@@ -255,10 +255,10 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
             loaded = load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), **settings)
         else:
             loaded = load_dataset(str(path) if path.is_dir() else source, config, **settings)
-    except (KeyError, FileNotFoundError, ConnectionError, DatasetGenerationError) as error:
+    except (KeyError, FileNotFoundError, ConnectionError, ValueError, StopIteration, DatasetGenerationError) as error:
         raise ValueError(
             f"{source!r} is neither a path with data files ({', '.join(FILE_FORMATS)}; looked for {path.absolute()}) "
-            f"nor a dataset that the hub gives ({error.__cause__ or error}): correct it, or the connection."
+            f"nor a dataset that the hub gives ({error.__cause__ or error!r:.300}): correct it, or the connection."
         ) from error
     return _split_mbpp_plus(dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded})
 

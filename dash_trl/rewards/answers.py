@@ -49,10 +49,10 @@ def plain_answer(value: object) -> str:
     value = ground_truth(value)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(plain_answer, value))
-    if not isinstance(value, (str, Number, type(None))):
+    if not isinstance(value, (str, Number, type(None))) or isinstance(value, float) and abs(value) > 1 << 53:
         raise ValueError(
-            f"The gold answer {value!r:.200} is of type {type(value).__name__}, so its text says nothing about the "
-            "answers that are right. Store a text or a number, or name another column (answer_column)."
+            f"The gold answer {value!r:.200} is of type {type(value).__name__}, so its text does not say exactly "
+            "which answers are right. Store a text or a smaller number, or name another column (answer_column)."
         )
     plain = int(value) if isinstance(value, float) and value.is_integer() else value
     return "" if value is None or value != value else str(plain).strip()
