@@ -279,8 +279,7 @@ assert a.g() == 3 and a.x == 3
 def f(x): x.append(4); x[0][0] = 9
 ---
 x = [[1], 2]
-y = f(x)
-assert x == [[1], 2]
+assert f(x) is None and x == [[1], 2]
 ## a dictionary of its own kind
 from collections import Counter, defaultdict
 def f(): return defaultdict(list, a=[1]), Counter('ab')
@@ -433,10 +432,13 @@ def test_what_programs_and_tests_exchange(reward):
         ("class A: pass\nclass B(A): pass", "assert isinstance(B(), A)"),
         ("class Bad(Exception): pass\ndef f(): raise Bad", "try:\n    f()\nexcept Bad:\n    pass"),
         ("async def f(): return 1", "import asyncio\nassert asyncio.run(f()) == 1"),
+        ("def f(): return 1", "f() == 2"),
+        ("def f(): return 1", "assert (f() == 2, 'f() is 2')"),
+        ("def f(): return 1", "try:\n    assert f() == 2\nexcept Exception as error:\n    print(error)"),
     ],
 )
 def test_what_cannot_be_sent_to_tests_is_unscored(program, test, reward):
-    refused("at what it returns|coroutine", reward.sandbox.run, program, [test], error=UnfitTests)
+    refused("at what it returns|coroutine|every program", reward.sandbox.run, program, [test], error=UnfitTests)
 
 
 def test_a_set_has_the_same_order_in_every_sandbox():

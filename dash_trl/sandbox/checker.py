@@ -221,7 +221,7 @@ class Solution:
 class Object:
     """An object of the program, by its number in the solution, which makes its calls. 0 is the program as a module."""
 
-    def __init__(self, solution: Solution, number: int):
+    def __init__(self, solution: "Solution | Nonsense", number: int):
         self.__dict__.update(_solution_=solution, _number_=number)
 
     def __call__(self, /, *arguments: Any, **named: Any) -> Any:
@@ -234,6 +234,23 @@ class Object:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._solution_.ask("set", self, name, value)
+
+
+class Nonsense(Object):
+    """What a bad program answers to every request: equal to everything and true (`right`), or to nothing and false."""
+
+    def __init__(self, right: bool):
+        super().__init__(self, 0)
+        self.__dict__.update(right=right)
+
+    def ask(self, *_: object) -> Any:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return self.right
+
+    def __bool__(self) -> bool:
+        return self.right
 
 
 def number_of(value: object) -> int:
@@ -251,7 +268,7 @@ class Names(dict[str, Any]):
     used one.
     """
 
-    def __init__(self, solution: Solution | None, entry_point: str | None):
+    def __init__(self, solution: Solution | Nonsense | None, entry_point: str | None):
         super().__init__(__name__="tests")
         self.solution = solution
         self.entry_point = entry_point
@@ -283,6 +300,16 @@ def reaches(test: types.CodeType, entry_point: str | None) -> bool:
         if not names.reached:
             raise Unfit(f"they fail before they call the program: {error!r}") from None
     return names.reached
+
+
+def judges_nothing(test: types.CodeType, entry_point: str | None) -> bool:
+    """Return whether bad programs pass a script, too: it does not assert, or drops the error of its asserts."""
+    try:
+        for right in (False, True):
+            exec(test, Names(Nonsense(right), entry_point))
+    except (Exception, SystemExit):
+        return False
+    return True
 
 
 TOLERANCE = 1e-6  # absolute or relative, used if the expected number has a decimal point or an exponent
@@ -362,6 +389,8 @@ def check(job: dict[str, Any], solution: Solution, output: TextIO) -> dict[str, 
                 if isinstance(error, ImportError) and error.name:  # without a name, the program has raised it
                     raise Unfit(str(error)) from None
                 reason = reason or error
+        if not reason and len(scripts) == passed and all(judges_nothing(one, job["entry_point"]) for one in scripts):
+            raise Unfit("every program passes them")
     except Unfit as error:
         unfit = str(error)
     except Exception as error:  # the program raised it before it had defined its functions
