@@ -94,6 +94,7 @@ def test_episodes_as_text():
         ),
         ("a\nb\nc", {"markers": line_starts}, ["a", "b", "c"]),
         ("Waiting, Nowadays. Wait, so So we", {}, ["Waiting, Nowadays.", "Wait, so", "So we"]),
+        ("1=2\n\n3=x", {"markers": ["\n\n", "x"]}, ["1=2", "3=", "x"]),
         ("ab", {"markers": lambda text: [-1, 0, 1, 99]}, ["a", "b"]),
         # A heading, an early answer or a denied one is not the final answer.
         ("We add.\n#### Step 2\nSo 8. But why?", {}, ["We add.\n#### Step 2", "So 8.", "But why?"]),
@@ -200,8 +201,8 @@ def test_impossible_settings_are_refused():
         ({"markers": []}, r"markers=\[\] cannot begin an episode"),
         ({"markers": ["Wait", ""]}, "cannot begin an episode"),
         ({"markers": "Wait"}, "markers='Wait' cannot begin an episode: pass a list"),
-        ({"markers": None}, "markers=None cannot begin an episode"),
-        ({"max_episode_tokens": 0}, "max_episode_tokens=0: an episode has 1 token"),
+        *(({"markers": one}, "cannot begin an episode") for one in (None, iter(["So"]), re.compile("So"), ["So", 1])),
+        *(({"max_episode_tokens": one}, f"tokens={one}: an episode has 1 token") for one in (0, None)),
         ({"final_answer": "(answer: )?"}, r"final_answer='\(answer: \)\?' matches an empty text"),
         ({"final_answer": "\boxed"}, r"final_answer='\\x08oxed' holds a control character.* raw string"),
         ({"final_answer": r"\boxed\{"}, r"looks for 'oxed' at the beginning of a word.*such as r'"),

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from decimal import Decimal
 
 import numpy as np
@@ -267,13 +268,14 @@ def test_accepted_answers():
     refused("The gold answer {'alias': 'seven'}", accepted_answers, {"answer": ["7", {"alias": "seven"}]}, "answer")
 
 
-def test_values_that_are_all_missing_are_said_once(train, caplog):
+def test_missing_values_and_markers_that_match_nothing_are_said_once(train, caplog):
     class Missing(Boundaries):
         def __call__(self, requests, trainer):
             return [[NAN] * len(request.boundaries) for request in requests]
 
-    train(callback(value=Missing()), max_steps=2)
-    assert said(caplog).count("No row has a value") == 1
+    for process in (callback(value=Missing()), ProcessRewardCallback(Boundaries(), markers=["@@"], skip_silent=False)):
+        train(process, max_steps=2)
+    assert re.findall(r"so set `markers`\), and (\d+)% of them", said(caplog)) == ["0", "100"]
 
 
 # ------------------------------------------------------------------------------------- what a callback has learned

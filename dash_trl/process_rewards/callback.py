@@ -140,13 +140,13 @@ class ProcessRewardCallback(DASHCallback):
         rollouts.advantages = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask]).float()
         figures = batch_figures(rewards, values, credit, skipped=skipped)
         trainer.recorder.log({**figures, "time/values": time.perf_counter() - started})
-        asked = "process/episodes" in figures
-        if asked and not figures["process/valued_rows"] and not self._told:
+        episodes = figures.get("process/episodes", math.inf)  # no row was asked for
+        if not self._told and (episodes <= 1 or episodes < math.inf and not figures["process/valued_rows"]):
             self._told = True
             logger.warning(
-                "No row has a value at both its beginning and its end, so there is no process reward. Are the answers "
-                "empty, or does the value estimator return only NaN? process/missing_values in the log is the share of "
-                "missing values."
+                f"There is no process reward: rows have {episodes:.1f} episodes on average (1 or less: no step is "
+                f"recognised, so set `markers`), and {figures['process/valued_rows']:.0%} of them have a value at both "
+                "their beginning and their end (0%: are the answers empty, or does the value return only NaN?)."
             )
 
     def _requests(self, rollouts: RolloutBatch, asked: Tensor) -> list[ValueRequest]:

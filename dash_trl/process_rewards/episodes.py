@@ -8,7 +8,7 @@ several tokens may form one character, and a marker may begin within one.
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -32,7 +32,7 @@ _ESCAPED = re.compile("[\a\b\v\f]")
 _WORD = re.compile(r"\w")
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*\s+|[。！？][\"'”’」)\]]*\s*|\n+")
 
-Markers = Sequence[str] | Callable[[str], Iterable[int]]
+Markers = Collection[str] | Callable[[str], Iterable[int]]
 
 
 def check_escapes(name: str, text: str) -> None:
@@ -103,7 +103,7 @@ class Segmenter:
 
     Args:
         tokenizer: a fast tokenizer.
-        markers: texts that begin an episode where they begin a word, or a function (text) → character positions at
+        markers: texts that begin an episode, but not within a word, or a function (text) → character positions at
             which episodes begin.
         max_episode_tokens: the largest length of an episode.
         final_answer: regular expression for the beginning of the final answer. The last match counts, or the one before
@@ -121,13 +121,14 @@ class Segmenter:
         max_episode_tokens: int = 256,
         final_answer: str = FINAL_ANSWER,
     ):
-        if isinstance(markers, str) or not (callable(markers) or (markers and all(markers))):
+        texts = isinstance(markers, Collection) and markers and all(one and isinstance(one, str) for one in markers)
+        if isinstance(markers, str) or not (texts or callable(markers)):
             raise ValueError(
                 f"markers={markers!r} cannot begin an episode: pass a list of non-empty texts, or a function that "
                 "takes a text and returns character positions, or leave it out to use "
                 "dash_trl.process_rewards.EPISODE_MARKERS."
             )
-        if max_episode_tokens < 1:
+        if not isinstance(max_episode_tokens, int) or max_episode_tokens < 1:
             raise ValueError(f"max_episode_tokens={max_episode_tokens}: an episode has 1 token or more.")
         check_escapes("final_answer", final_answer)
         if _BOXED_AS_BOUNDARY.search(final_answer) or re.search(final_answer, ""):
@@ -213,10 +214,10 @@ def _turns(own: Sequence[int]) -> list[slice]:
     return turns
 
 
-def _starts(markers: Sequence[str]) -> Callable[[str], Iterable[int]]:
-    """Return a function that finds where in a text a marker begins a word."""
+def _starts(markers: Collection[str]) -> Callable[[str], Iterable[int]]:
+    """Return a function that finds markers in a text, but not within words."""
     words = "|".join(map(re.escape, sorted(markers, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<!\w)(?:{words})")
+    pattern = re.compile(rf"(?:(?<!\w)|(?!\w))(?:{words})")
     return lambda text: [match.start() for match in pattern.finditer(text)]
 
 
