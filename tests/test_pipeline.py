@@ -21,7 +21,15 @@ class Short(Delayed):
         return 0.5 if prompt.startswith("1") else float(len(completion_ids) < 8)
 
 
+class Logs(DASHCallback):
+    per_group = True
+
+    def on_rewards(self, args, state, control, rollouts, log_extra, **kwargs):
+        log_extra("first", rollouts.completion_ids[:, 0].tolist())
+
+
 def trained(train, seed, *, fails=False, **settings):
+    settings = {"callbacks": [Logs()], **settings}
     rewards = [Delayed(seed, fails), *(Short() for _ in settings.get("reward_weights", [])[1:])]
     return train(reward=RewardRunner(rewards), **settings)
 

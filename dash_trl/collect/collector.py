@@ -242,6 +242,7 @@ class Collector:
             width = self._width(source.rollouts)
             items = self._ranks.sum(source.rollouts.loss_mask.sum())
         num_items = items
+        in_order = self._log.columns()
         for rows, rewards, ends_step in self.rewards.scored_groups(request, groups_of_step):
             if isinstance(source, OnServers):
                 sampled = self._ranks.agree(source.arrived, prompts, rows.tolist())
@@ -272,7 +273,9 @@ class Collector:
                 part = self.log_probs.added(part, shares)
             survivors.append(part.rollouts)
             if sum(map(len, arrived)) == len(prompts.examples):  # log before the optimizer step of the last part
-                whole = self._whole(credited).rows(torch.cat(arrived).argsort())
+                order = torch.cat(arrived).argsort()
+                self._log.sort(order, in_order)
+                whole = self._whole(credited).rows(order)
                 if isinstance(source, OnServers):
                     part = replace(part, rescale=float(num_items / items.clamp(min=1)))
                     sampled = self._ranks.agree(source.finish, prompts)
