@@ -127,7 +127,7 @@ def call_event(
         ValueError: if a field is unusable, or a later event than `on_rollouts_sampled` changed which tokens the loss
             counts.
     """
-    before = rollouts.tensors()
+    before = {name: value.clone() for name, value in rollouts.tensors().items()}
     loss_mask = rollouts.loss_mask.clone()
     getattr(callback, event)(*arguments, rollouts, **others)
     rollouts.validate(like=before, caller=f"{type(callback).__name__}.{event}")

@@ -148,13 +148,16 @@ class RolloutBatch:
         Raises:
             ValueError: if a field is unusable.
         """
-        for name in {**like, **self.tensors()}:
+        for name in {**like, **self.tensors(), "examples": None}:
             now = getattr(self, name)
             reason = None
             before = [like[name].shape] if name in like else []
             if name == "advantages":
                 before = [self.completion_ids.shape[:1], self.completion_ids.shape]
-            if not isinstance(now, Tensor) or now.device.type != "cpu":
+            if name == "examples":
+                if not isinstance(now, list) or len(now) != len(self):
+                    reason = f"is {now!r:.80}; each row needs its dict"
+            elif not isinstance(now, Tensor) or now.device.type != "cpu":
                 reason = f"is {now!r:.80}; rollouts are tensors on the CPU"
             elif name in like and (now.dtype != like[name].dtype or now.shape not in before):
                 reason = (
@@ -174,6 +177,12 @@ class RolloutBatch:
                 )
             if not reason and name.endswith("_mask") and (bad := now[(now != 0) & (now != 1)]).numel():
                 reason = f"holds {bad[0].item()}; a mask is 1 where a token counts, else 0"
+            first = now.cummin(dim=1).values if not reason and name == "completion_mask" else 1  # 0 after a gap
+            if not reason and name in ("prompt_mask", "completion_mask") and not now.equal(like[name] * first):
+                reason = (
+                    "counts padding, or leaves tokens out before others, so the model would read another text; to take "
+                    "tokens out of the loss, use tool_mask"
+                )
             if reason:
                 raise ValueError(
                     f"{caller} left `{name}` unusable: it {reason}. The batch has {len(self)} rows and "
