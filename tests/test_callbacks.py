@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 from dash_trl import DASHCallback, ProcessRewardCallback, RewardRunner
 from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback, monitor
 from tests.doubles import rollouts
-from tests.tiny import read_rows, refused
+from tests.tiny import prompts, read_rows, refused
 
 
 class Recorder(DASHCallback):
@@ -166,6 +166,28 @@ def test_a_run_stops_at_the_first_step_past_its_time_and_a_resumed_one_counts_wh
     assert (again.state.global_step, elapsed) == (4, [4, 7, 9, 10, 10])  # nor are they in the file
     unsaved, _ = timed(monkeypatch, tmp_path / "unsaved", 6, 6, save_strategy="no")
     assert unsaved.state.global_step == 2 and not (tmp_path / "unsaved" / "checkpoint-2").exists()
+
+
+def test_each_log_is_in_the_file_once(train, tmp_path, monkeypatch):
+    """Those of a callback that evaluates as soon as training logs, too, and after a reward has changed the folder."""
+
+    def reward(completions, **_):
+        monkeypatch.chdir("/")
+        return [1.0] * len(completions)
+
+    def evaluate(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.trainer.evaluate()
+
+    monkeypatch.chdir(tmp_path)
+    evaluates = type("Evaluates", (TrainerCallback,), {"on_log": evaluate})()
+    callbacks = [evaluates, MetricsFileCallback("new/metrics.jsonl")]
+    settings = {"eval_dataset": prompts(1), "prepare": lambda trainer: setattr(evaluates, "trainer", trainer)}
+    trainer = train(reward=reward, callbacks=callbacks, **settings)
+    lines, logs = (
+        [[*one] for one in which] for which in (read_rows(tmp_path / "new/metrics.jsonl"), trainer.state.log_history)
+    )
+    assert sorted(lines) == sorted(logs) and len(logs) == 3
 
 
 class Table(NotebookProgressCallback):

@@ -105,19 +105,19 @@ class MetricsFileCallback(TrainerCallback):
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a reward function may change the folder
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_train_begin(self, args, state: TrainerState, control, **kwargs) -> None:
         if state.is_world_process_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             if not state.log_history and self.path.exists():
                 self.path.replace(self.path.with_suffix(".jsonl.old"))
             self.path.write_text("".join(json.dumps(log) + "\n" for log in state.log_history))
 
-    def on_log(self, args, state: TrainerState, control, **kwargs) -> None:
+    def on_log(self, args, state: TrainerState, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero:
             with self.path.open("a") as file:
-                file.write(json.dumps(state.log_history[-1]) + "\n")
+                file.write(json.dumps({**logs, "step": state.global_step}) + "\n")
 
     def on_train_end(self, args, state: TrainerState, control, **kwargs) -> None:
         if state.is_world_process_zero:
