@@ -26,6 +26,7 @@ from tests.scripted_turns import (
     fill,
     later,
     parsed,
+    plays,
     save_tool_model,
     written,
 )
@@ -306,8 +307,11 @@ def test_an_environment_may_be_the_only_reward(train, tool_model, tmp_path):
     assert "an environment that has get_reward" in refusal(train, model=tool_model, more=more, **settings)
 
 
-def test_an_unknown_environment(train, tool_model):
-    more = {"environment_factory": {"a": Counter}}
+def test_an_unknown_environment_and_one_for_all_rows(train, tool_model):
     dataset = PROBLEM.add_column("environment", ["b"])
-    settings = {**SMALL, "in_process": True, "more": more, "dataset": dataset}
-    refused("environment='b', which is not among", train, model=tool_model, **settings)
+    settings = {**SMALL, "model": tool_model, "in_process": True, "dataset": dataset, "prepare": plays(calls_twice)}
+    for factory, said in (
+        ({"a": Counter}, "environment='b', which is not among"),
+        (functools.cache(Counter), "one environment for sev"),
+    ):
+        refused(said, train, more={"environment_factory": factory}, **settings)

@@ -163,7 +163,13 @@ class Conversations:
         """Set the rows that reward functions score next, and pass them the environments of these rows."""
         self._scored = rows
         if self.environments.factories:
-            self.use_environments([row.environment for row in rows])
+            environments = [row.environment for row in rows]
+            if len({*map(id, environments)}) < len(rows):
+                raise ValueError(
+                    "environment_factory returned one environment for several rows, which would share its state and "
+                    "reward: pass the class, or a function that makes a new instance in each call."
+                )
+            self.use_environments(environments)
 
     def failed(self, rows: int) -> list[bool]:
         """Return, for each row of an evaluation, whether it is unscored because a tool or an environment failed.
