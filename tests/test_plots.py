@@ -12,6 +12,7 @@ def test_the_plot_of_the_training_logs(tmp_path):
         for step in range(1, 6)
     ]
     metrics = write_rows(tmp_path / "metrics.jsonl", [*logs, {"step": 5, "train_runtime": 3}])
+    metrics.write_text(metrics.read_text() + '{"step": 6, "rew')
     picture = plot_run(metrics, tmp_path / "a.png")
     assert read_metrics(metrics) == logs  # and no other logs
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -207,6 +207,7 @@ MISTAKES = [
 OF_PARTS = [
     (AnswerLogProbValue, dict(force_prompt="The answer is \boxed{"), "holds a control character.* raw string"),
     (AnswerLogProbValue, dict(space="logarithm"), "space='logarithm' is unknown"),
+    *((MonteCarloValue, dict(num_rollouts=count), f"num_rollouts={count}: the mean") for count in (0, 1.5)),
     *(
         (CreditSettings, {name: value}, f"{name}={value}.* is out of range")
         for name, value in [
@@ -234,7 +235,7 @@ def test_values_are_numbers_one_per_boundary():
     said = r"The value estimator 'mine' returned another form: \[2\], for requests that have \[2, 1\] boundaries"
     refused(said, checked_values, [[0.1, 0.2]], requests, "mine")
     refused("another form: 'NoneType' object is not iterable", checked_values, None, requests, "mine")
-    assert str(checked_values([[np.float32(0.5), torch.tensor(NAN)]], requests[:1], None)) == "[[0.5, nan]]"
+    assert str(checked_values([[np.float32(0.5), torch.tensor(-math.inf)]], requests[:1], None)) == "[[0.5, nan]]"
 
 
 def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_made(monkeypatch, train):
@@ -251,6 +252,7 @@ def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_m
     assert rollouts.advantages.any() and torch.equal(rollouts.advantages, rollouts.rewards[:, 0] * 1.5)
     message = r"What estimator='mine' returned has the shape \[16\], which is not \[N=16, T=\d+\]"
     refused(message, train, callback(estimator="mine"))
+    refused("or a second ProcessRewardCallback.* has set one per token", train, callback(), callback())
     monkeypatch.setitem(ESTIMATORS, "mine", half)  # as before there was one registry
     assert r"Estimator(credit=function)" in refusal(callback, estimator="mine")
 
@@ -258,7 +260,7 @@ def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_m
 def test_accepted_answers():
     for answer, expected in [
         ("so 3\n#### 1,200", ("1,200",)),
-        (["a", " b", "", None], ("a", "b")),
+        (["a", " b", "", None, "a "], ("a", "b")),
         (7.0, ("7",)),
         (Decimal("1.50"), ("1.50",)),
     ]:

@@ -14,12 +14,12 @@ SMOOTHING = 0.8  # weight of earlier values in the moving average
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the training logs from a file that `MetricsFileCallback` wrote.
+    """Read the training logs from a file that `MetricsFileCallback` wrote; not a line at which the run was killed.
 
     Raises:
         ValueError: if the file has no training log.
     """
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.endswith("}")]
     logs = [line for line in lines if line.get("reward") is not None]
     if not logs:
         raise ValueError(

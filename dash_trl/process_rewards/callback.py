@@ -110,6 +110,11 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         trainer = kwargs["trainer"]
         started = time.perf_counter()
+        if rollouts.advantages.dim() > 1:
+            raise ValueError(
+                "ProcessRewardCallback needs one outcome advantage per row, but an earlier callback (or a second "
+                "ProcessRewardCallback) has set one per token: leave one of the two out, or put the other one after it."
+            )
         group_size = trainer.num_generations
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and
@@ -192,4 +197,5 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
         )
     answers = example[column]
     texts = map(plain_answer, answers if isinstance(answers, list | tuple) else [answers])
-    return tuple(answer for text in texts if (answer := text.rsplit("####", 1)[-1].strip()))
+    found = dict.fromkeys(text.rsplit("####", 1)[-1].strip() for text in texts)  # equal ones would count twice
+    return tuple(filter(None, found))

@@ -46,13 +46,16 @@ class MonteCarloValue:
     Args:
         num_rollouts: K >= 1, number of rollouts per boundary.
     Raises:
-        ValueError: during training, if there are tools or an environment, or if a `rollout_func` returns `env_mask`.
+        ValueError: if K is wrong; during training, if there are tools or an environment, or a `rollout_func` returns
+            `env_mask`.
     """
 
     space = "reward"
     needs_answers = False
 
     def __init__(self, num_rollouts: int = 9):
+        if not isinstance(num_rollouts, int) or num_rollouts < 1:
+            raise ValueError(f"num_rollouts={num_rollouts!r}: the mean of a boundary needs 1 rollout or more.")
         self.num_rollouts = num_rollouts
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: GRPOTrainer) -> list[list[float]]:

@@ -90,7 +90,7 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: obj
     """
     expected = [len(request.boundaries) for request in requests]
     try:
-        numbers = [[float(value) for value in row] for row in values]
+        numbers = [[value - 0.0 * value for value in map(float, row)] for row in values]  # NaN for ±inf
         found: Any = [*map(len, numbers)]
     except TypeError as error:
         found = error
