@@ -157,8 +157,8 @@ class RolloutBatch:
             if name == "examples":
                 if not isinstance(now, list) or len(now) != len(self):
                     reason = f"is {now!r:.80}; each row needs its dict"
-            elif not isinstance(now, Tensor) or now.device.type != "cpu":
-                reason = f"is {now!r:.80}; rollouts are tensors on the CPU"
+            elif not isinstance(now, Tensor) or now.device.type != "cpu" or now.requires_grad:
+                reason = f"is {now!r:.80}; rollouts are tensors on the CPU without gradients"
             elif name in like and (now.dtype != like[name].dtype or now.shape not in before):
                 reason = (
                     f"has dtype {now.dtype} and shape {tuple(now.shape)}; it needs {like[name].dtype} and "
