@@ -340,6 +340,11 @@ def to_training_mode(trainer: GRPOTrainer) -> None:
         optimizer.train()
 
 
+def nothing_pending() -> dict[str, Any]:
+    """Return settings of a trainer that keep what reward functions log apart from what they have logged in training."""
+    return {name: defaultdict(list) for name in ("_pending_extra_logs", "_pending_metrics")}
+
+
 @contextmanager
 def evaluated_rewards(trainer: GRPOTrainer) -> Iterator[list[Tensor]]:
     """Within the `with` block, collect the rewards of an evaluation: a list that gets [N, F] for each batch."""
@@ -353,7 +358,7 @@ def evaluated_rewards(trainer: GRPOTrainer) -> Iterator[list[Tensor]]:
         batches.append(calculate(*rows))
         return batches[-1]
 
-    with with_settings(trainer, {"_calculate_rewards": calculated}):
+    with with_settings(trainer, {"_calculate_rewards": calculated, **nothing_pending()}):
         yield batches
     rows = len(trainer._logs["prompt"])  # a column that the evaluation does not log has fewer, and is left out
     for name, values in columns.items():

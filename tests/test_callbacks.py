@@ -99,11 +99,7 @@ def test_a_broken_field_names_the_callback():
     for field, value, said in (
         ("rewards", rewards[:2], r"float32 and shape \(2, 2\); it needs .*float32 and \(3, 2\)"),
         ("rewards", rewards.double(), "has dtype torch.float64 .* it needs torch.float32 and"),
-        (
-            "rewards",
-            rewards.clone().requires_grad_(),
-            "rollouts are tensors on the CPU without gradients",
-        ),
+        ("advantages", rewards[:, 0].clone().requires_grad_(), r"True\); rollouts are tensors on the CPU without grad"),
         ("rewards", None, "is None; rollouts are tensors on the CPU"),
         ("rewards", rewards.to("meta"), "device='meta'.*; rollouts are tensors on the CPU"),
         ("advantages", torch.zeros(3, 4), r"shape \(3, 4\); it needs .* \(3,\) or \(3, 5\)"),

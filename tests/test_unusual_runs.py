@@ -11,7 +11,6 @@ import torch
 from kernels import Mode
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import TrainerCallback
 from transformers.integrations import hub_kernels
 from trl import GRPOTrainer
 
@@ -232,18 +231,19 @@ def test_a_gradient_that_deepspeed_applied_though_it_is_not_finite(train, monkey
     )
 
 
-class Evaluates(TrainerCallback):
+class Evaluates(DASHCallback):
     def __init__(self, event):
         setattr(self, event, lambda *_, **__: (self.trainer.evaluate(), None)[1])
 
 
-@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize("event", ["on_advantages", "on_pre_optimizer_step", "on_step_end"])
 def test_evaluations_within_a_step(train, event):
     """The figures of the step are logged, and those of the datasets by their names; each dataset is read by itself."""
     callback = Evaluates(event)
     seen = []
 
-    def reward(prompts, **_):
+    def reward(prompts, log_metric, **_):
+        log_metric("measured", len(prompts))
         seen.append({*prompts})
         return [float(len(one)) + row % 2 for row, one in enumerate(prompts)]
 
@@ -260,7 +260,7 @@ def test_evaluations_within_a_step(train, event):
         dataloader_persistent_workers=True,
     )
     log = trainer.state.log_history
-    assert [one["step"] for one in log if {"reward", "grad_norm"} <= one.keys()] == [1, 2]
+    assert [one["step"] for one in log if {"reward", "grad_norm", "measured"} <= one.keys()] == [1, 2]
     assert not any("eval_reward" in one for one in log)
     assert [one["eval_easy_reward"] for one in log if "eval_easy_reward" in one] == [len("0 + 0 = ") + 0.5] * 2
     assert [one["eval_hard_reward"] for one in log if "eval_hard_reward" in one] == [len("20 + 60 = ") + 0.5] * 2

@@ -5,7 +5,6 @@
 The ranks share the prefixes of a call evenly, so all make the same number of calls.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from trl import GRPOTrainer
 
 from dash_trl.checks import context_of
 from dash_trl.process_rewards.values import ValueRequest
-from dash_trl.seams import decoded, with_settings
+from dash_trl.seams import decoded, nothing_pending, with_settings
 from dash_trl.update import weighted_rewards
 
 
@@ -129,8 +128,7 @@ def _rewards(
     completions = decoded(trainer._tokenizer, prompts, prompt_ids, completion_ids)
 
     # What reward functions log here is dropped, because it would distort the figures of training.
-    dropped: dict[str, object] = {"_pending_extra_logs": defaultdict(list), "_pending_metrics": defaultdict(list)}
-    with with_settings(trainer, dropped):
+    with with_settings(trainer, nothing_pending()):
         ask = partial(GRPOTrainer._calculate_rewards, trainer)
         return trainer._run.rewards.of_all(
             ask, examples, prompts, completions, completion_ids, training=False, group_size=group_size
