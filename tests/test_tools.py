@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import qwen3_chat_template
 
+from dash_trl import DASHCallback
 from tests.scripted_turns import (
     END,
     PARTS,
@@ -305,6 +306,20 @@ def test_an_environment_may_be_the_only_reward(train, tool_model, tmp_path):
     assert log["rewards/Counter/mean"] == log["reward"] == 2 and log["grad_norm"] > 0
     settings = {**SMALL, "dataset": PROBLEM, "in_process": True, "reward_pipeline": True}
     assert "an environment that has get_reward" in refusal(train, model=tool_model, more=more, **settings)
+
+
+def test_an_evaluation_before_the_rewards_of_a_window_changes_none(train, tool_model):
+    def script(text: str, asked: int) -> Turns:
+        return calling(("count", {"step": 7 if "<user>eval" in text else 4}))
+
+    evaluates = {"on_rollouts_sampled": lambda *_, trainer, **__: (trainer.evaluate(), None)[1]}
+    settings = {**SMALL, "dataset": PROBLEM, "eval_dataset": Dataset.from_dict({"prompt": [user("eval")]})}
+    settings |= {
+        "more": {"environment_factory": Counter},
+        "callbacks": [type("Evaluates", (DASHCallback,), evaluates)()],
+    }
+    log = train(model=tool_model, in_process=True, prepare=plays(script), **settings).state.log_history
+    assert (log[0]["eval_rewards/Counter/mean"], log[1]["rewards/Counter/mean"]) == (7, 4)
 
 
 def test_an_unknown_environment_and_one_for_all_rows(train, tool_model):

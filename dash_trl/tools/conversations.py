@@ -8,8 +8,8 @@ The work between two turns of a row is a coroutine, so many rows wait for their 
 import logging
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,10 +81,14 @@ class Conversations:
     def has_tools(self) -> bool:
         return any([self.tools, *self.environments.tools.values()])
 
-    def for_evaluation(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def for_evaluation(self) -> Iterator[None]:
         """Context manager for evaluations, within which TRL has the idle environments."""
+        scored = self._scored
         self._scored = ()
-        return self.environments.for_evaluation()
+        with self.environments.for_evaluation():
+            yield
+        self.score(scored)  # a callback may evaluate before training's rewards are known
 
     def begun(
         self, prompt_ids: Sequence[list[int]], environments: Sequence[object] | None, names: Sequence[str | None] | None
