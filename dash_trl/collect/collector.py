@@ -242,7 +242,8 @@ class Collector:
             width = self._width(source.rollouts)
             items = self._ranks.sum(source.rollouts.loss_mask.sum())
         num_items = items
-        in_order = self._log.columns()
+        columns = self._recorder.logs.extra
+        in_order = {*columns}
         for rows, rewards, ends_step in self.rewards.scored_groups(request, groups_of_step):
             if isinstance(source, OnServers):
                 sampled = self._ranks.agree(source.arrived, prompts, rows.tolist())
@@ -274,7 +275,9 @@ class Collector:
             survivors.append(part.rollouts)
             if sum(map(len, arrived)) == len(prompts.examples):  # log before the optimizer step of the last part
                 order = torch.cat(arrived).argsort()
-                self._log.sort(order, in_order)
+                for name in columns.keys() - in_order:  # callbacks have logged these group by group
+                    if len(values := columns[name]) == len(order):
+                        columns[name] = [values[row] for row in order.tolist()]
                 whole = self._whole(credited).rows(order)
                 if isinstance(source, OnServers):
                     part = replace(part, rescale=float(num_items / items.clamp(min=1)))

@@ -4,7 +4,7 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,16 +121,6 @@ class WindowLog:
             missing = [None] * (before + rows - len(values))
             self._extra[name] = [*values, *missing] if name in known else [*missing, *values]
         self._columns = set(self._extra)
-
-    def columns(self) -> dict[str, int]:
-        """Return name → number of values of the columns that were logged for this window so far."""
-        return {name: len(values) for name, values in self._extra.items()}
-
-    def sort(self, order: Tensor, in_order: Mapping[str, int]) -> None:
-        """Sort values that callbacks have logged group by group like the rows; `in_order`: `columns` before that."""
-        for name, values in self._extra.items():
-            if len(new := values[in_order.get(name, 0) :]) == len(order):
-                values[-len(order) :] = [new[row] for row in order.tolist()]
 
     def rewarded(
         self, prompts: Sequence[Any], completions: Sequence[Any], rewards: Tensor, advantages: Tensor, silent: Tensor

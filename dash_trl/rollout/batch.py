@@ -175,14 +175,17 @@ class RolloutBatch:
                     f"has dtype {now.dtype} and shape {tuple(now.shape)}; it needs the shape of completion_mask, "
                     "integers or bools for a mask, and floats for log-probs"
                 )
-            if not reason and name.endswith("_mask") and (bad := now[(now != 0) & (now != 1)]).numel():
-                reason = f"holds {bad[0].item()}; a mask is 1 where a token counts, else 0"
-            first = now.cummin(dim=1).values if not reason and name == "completion_mask" else 1  # 0 after a gap
-            if not reason and name in ("prompt_mask", "completion_mask") and not now.equal(like[name] * first):
-                reason = (
-                    "counts padding, or leaves tokens out before others, so the model would read another text; to take "
-                    "tokens out of the loss, use tool_mask"
-                )
+            elif name.endswith("_mask"):
+                counts = now
+                if name == "prompt_mask":
+                    counts = like[name]
+                if name == "completion_mask":
+                    counts = like[name] * now.cummin(dim=1).values  # 0 for padding, and after a gap
+                if (now != (counts > 0)).any():
+                    reason = (
+                        "is no mask of 0 and 1, counts padding, or leaves tokens out before others; to take tokens out "
+                        "of the loss, set tool_mask to 0 there"
+                    )
             if reason:
                 raise ValueError(
                     f"{caller} left `{name}` unusable: it {reason}. The batch has {len(self)} rows and "
