@@ -1,6 +1,7 @@
 """`DASHCallback`: a `TrainerCallback` with events that can change rollouts, rewards and advantages."""
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any
 
@@ -124,18 +125,11 @@ def call_event(
     """Call an event with `arguments` (args, state, control), rows and keyword arguments; then check the rows.
 
     Raises:
-        ValueError: if a field is unusable, or a later event than `on_rollouts_sampled` changed which tokens the loss
-            counts.
+        ValueError: if a field is unusable.
     """
-    before = {name: value.clone() for name, value in rollouts.tensors().items()}
-    loss_mask = rollouts.loss_mask.clone()
+    before = deepcopy(rollouts.tensors())
     getattr(callback, event)(*arguments, rollouts, **others)
     rollouts.validate(like=before, caller=f"{type(callback).__name__}.{event}")
-    if event != "on_rollouts_sampled" and not (loss_mask == rollouts.loss_mask).all():
-        raise ValueError(
-            f"{type(callback).__name__}.{event} changed which tokens the loss counts, but they are counted already "
-            "(the loss divides by their number). Change completion_mask and tool_mask in on_rollouts_sampled."
-        )
 
 
 def states_of(callbacks: Mapping[str, DASHCallback]) -> dict[str, Any]:

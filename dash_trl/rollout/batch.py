@@ -175,16 +175,18 @@ class RolloutBatch:
                     f"has dtype {now.dtype} and shape {tuple(now.shape)}; it needs the shape of completion_mask, "
                     "integers or bools for a mask, and floats for log-probs"
                 )
-            elif name.endswith("_mask"):
-                counts = now
-                if name == "prompt_mask":
-                    counts = like[name]
-                if name == "completion_mask":
-                    counts = like[name] * now.cummin(dim=1).values  # 0 for padding, and after a gap
-                if (now != (counts > 0)).any():
+            elif name.endswith(("_ids", "_mask")):
+                right = now
+                if name == "prompt_mask" or self.rewards is not None:
+                    right = like[name]
+                elif name == "completion_mask":
+                    right = like[name] * (now.cummin(dim=1).values > 0)  # 0 for padding, and after a gap
+                elif name == "tool_mask":
+                    right = now > 0
+                if (now != right).any():
                     reason = (
-                        "is no mask of 0 and 1, counts padding, or leaves tokens out before others; to take tokens out "
-                        "of the loss, set tool_mask to 0 there"
+                        "is no mask of 0 and 1, counts padding, leaves tokens out before others, or has changed after "
+                        "on_rollouts_sampled, when tokens are counted; to take some out of the loss, set tool_mask to 0"
                     )
             if reason:
                 raise ValueError(
