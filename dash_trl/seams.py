@@ -341,7 +341,7 @@ def to_training_mode(trainer: GRPOTrainer) -> None:
 
 
 def nothing_pending() -> dict[str, Any]:
-    """Return settings of a trainer that keep what reward functions log apart from what they have logged in training."""
+    """Return settings of a trainer that keep training's pending logs apart."""
     return {name: defaultdict(list) for name in ("_pending_extra_logs", "_pending_metrics")}
 
 

@@ -42,6 +42,20 @@ class SaveEarly(DASHCallback):
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
 
+class Evaluates(DASHCallback):
+    """At an event; of logs, at those of training."""
+
+    def __init__(self, event):
+        setattr(self, event, self.evaluate)
+
+    def prepare(self, trainer):
+        self.trainer = trainer
+
+    def evaluate(self, *_, logs=("loss",), **__):
+        if "loss" in logs:
+            self.trainer.evaluate()
+
+
 class EndsTheEpoch(TrainerCallback):
     """After the first optimizer step of the run."""
 

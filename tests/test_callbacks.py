@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, ProcessRewardCallback, RewardRunner
 from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback, monitor
-from tests.doubles import rollouts
+from tests.doubles import Evaluates, rollouts
 from tests.tiny import prompts, read_rows, refused
 
 
@@ -174,19 +174,11 @@ def test_each_log_is_in_the_file_once(train, tmp_path, monkeypatch):
         monkeypatch.chdir("/")
         return [1.0] * len(completions)
 
-    def evaluate(self, args, state, control, logs, **kwargs):
-        if "loss" in logs:
-            self.trainer.evaluate()
-
     monkeypatch.chdir(tmp_path)
-    evaluates = type("Evaluates", (TrainerCallback,), {"on_log": evaluate})()
-    callbacks = [evaluates, MetricsFileCallback("new/metrics.jsonl")]
-    settings = {"eval_dataset": prompts(1), "prepare": lambda trainer: setattr(evaluates, "trainer", trainer)}
-    trainer = train(reward=reward, callbacks=callbacks, **settings)
-    lines, logs = (
-        [[*one] for one in which] for which in (read_rows(tmp_path / "new/metrics.jsonl"), trainer.state.log_history)
-    )
-    assert sorted(lines) == sorted(logs) and len(logs) == 3
+    callbacks = [Evaluates("on_log"), MetricsFileCallback("new/metrics.jsonl")]
+    trainer = train(reward=reward, callbacks=callbacks, prepare=callbacks[0].prepare, eval_dataset=prompts(1))
+    steps = [[{*log} for log in logs] for logs in (read_rows(callbacks[1].path), trainer.state.log_history)]
+    assert len(steps[0]) == 3 and all(log in steps[0] for log in steps[1])
 
 
 class Table(NotebookProgressCallback):

@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import qwen3_chat_template
 
-from dash_trl import DASHCallback
+from tests.doubles import Evaluates
 from tests.scripted_turns import (
     END,
     PARTS,
@@ -312,13 +312,10 @@ def test_an_evaluation_before_the_rewards_of_a_window_changes_none(train, tool_m
     def script(text: str, asked: int) -> Turns:
         return calling(("count", {"step": 7 if "<user>eval" in text else 4}))
 
-    evaluates = {"on_rollouts_sampled": lambda *_, trainer, **__: (trainer.evaluate(), None)[1]}
+    callback = Evaluates("on_rollouts_sampled")
     settings = {**SMALL, "dataset": PROBLEM, "eval_dataset": Dataset.from_dict({"prompt": [user("eval")]})}
-    settings |= {
-        "more": {"environment_factory": Counter},
-        "callbacks": [type("Evaluates", (DASHCallback,), evaluates)()],
-    }
-    log = train(model=tool_model, in_process=True, prepare=plays(script), **settings).state.log_history
+    settings |= {"more": {"environment_factory": Counter}, "prepare": plays(script, callback.prepare)}
+    log = train(model=tool_model, in_process=True, callbacks=[callback], **settings).state.log_history
     assert (log[0]["eval_rewards/Counter/mean"], log[1]["rewards/Counter/mean"]) == (7, 4)
 
 

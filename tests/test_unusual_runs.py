@@ -15,7 +15,7 @@ from transformers.integrations import hub_kernels
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
-from tests.doubles import SaveEarly, SeededRollouts, odd
+from tests.doubles import Evaluates, SaveEarly, SeededRollouts, odd
 from tests.tiny import (
     ScriptedReward,
     assert_same_update,
@@ -231,11 +231,6 @@ def test_a_gradient_that_deepspeed_applied_though_it_is_not_finite(train, monkey
     )
 
 
-class Evaluates(DASHCallback):
-    def __init__(self, event):
-        setattr(self, event, lambda *_, **__: (self.trainer.evaluate(), None)[1])
-
-
 @pytest.mark.parametrize("event", ["on_advantages", "on_pre_optimizer_step", "on_step_end"])
 def test_evaluations_within_a_step(train, event):
     """The figures of the step are logged, and those of the datasets by their names; each dataset is read by itself."""
@@ -252,7 +247,7 @@ def test_evaluations_within_a_step(train, event):
     trainer = train(
         reward=reward,
         callbacks=[callback],
-        prepare=lambda trainer: setattr(callback, "trainer", trainer),
+        prepare=callback.prepare,
         eval_dataset={"easy": easy, "hard": hard},
         max_steps=2,
         per_device_eval_batch_size=16,

@@ -14,7 +14,7 @@ SMOOTHING = 0.8  # weight of earlier values in the moving average
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the training logs from a file that `MetricsFileCallback` wrote; not a line at which the run was killed.
+    """Read the training logs from a file that `MetricsFileCallback` wrote, except a cut line.
 
     Raises:
         ValueError: if the file has no training log.
