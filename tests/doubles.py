@@ -153,7 +153,6 @@ class Replaced(DASHTrainer):
 def rollouts() -> RolloutBatch:
     batch = rows_of([[2, 3], [5, 6, 7], [8, 9, 10, 11]], [[0, 1, 2], [5], [10, 11, 12, 13, 14]])
     batch.policy_version = torch.zeros(3, 2, dtype=torch.long)
-    batch.examples = [{}, {}, {}]
     batch.rewards = torch.tensor([[1.0, float("nan")], [float("nan"), float("nan")], [float("inf"), 1.0]])
     batch.advantages = torch.tensor([0.5, -0.5, 1.0])
     batch.importance_sampling_ratio = torch.ones(3, 1)

@@ -105,7 +105,6 @@ def test_a_broken_field_names_the_callback():
         *(("completion_mask", changed, "is no mask") for changed in (mask, 0 * mask)),
         ("completion_ids", mask, "has changed after on_rollouts_sampled"),
         ("prompt_mask", mask[:, :4], "is no mask"),
-        ("examples", [{}], r"is \[\{\}\]; each row needs its dict"),
         ("tool_mask", mask.float(), "was None"),
     ):
         batch = rollouts()

@@ -148,16 +148,13 @@ class RolloutBatch:
         Raises:
             ValueError: if a field is unusable.
         """
-        for name in {**like, **self.tensors(), "examples": None}:
+        for name in {**like, **self.tensors()}:
             now = getattr(self, name)
             reason = None
             before = [like[name].shape] if name in like else []
             if name == "advantages":
                 before = [self.completion_ids.shape[:1], self.completion_ids.shape]
-            if name == "examples":
-                if not isinstance(now, list) or len(now) != len(self):
-                    reason = f"is {now!r:.80}; each row needs its dict"
-            elif not isinstance(now, Tensor) or now.device.type != "cpu" or now.requires_grad:
+            if not isinstance(now, Tensor) or now.device.type != "cpu" or now.requires_grad:
                 reason = f"is {now!r:.80}; rollouts are tensors on the CPU without gradients"
             elif name in like and (now.dtype != like[name].dtype or now.shape not in before):
                 reason = (
