@@ -165,8 +165,9 @@ class Checkpoints:
             },
             samples_ahead=windows_ahead(self.host) > 0,
         )
-        # The position in the prompts and the states of the callbacks, from before the running optimizer step.
-        self._before: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
+        # What `_states` returned before the running optimizer step.
+        self._before: tuple[dict[str, Any] | None, dict[str, Any], int] = None, {}, 0
+        self._figures: dict[str, list[float]] = {}  # what `_pending_figures` returned then
 
     @contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
@@ -177,18 +178,21 @@ class Checkpoints:
         self._ranks.agree(manifest.finish, folder, runs, main_only=True)
 
     def begin_optimizer_step(self) -> None:
-        """Store the position in the prompts and the states of the callbacks from before the optimizer step.
-
-        `save` writes them if a resumed run has to sample the window in use again.
-        """
+        """Store states and figures from before the optimizer step, for a checkpoint within it."""
         self._before = self._states()
+        self._figures = self._pending_figures()
 
-    def _states(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    def _states(self) -> tuple[dict[str, Any] | None, dict[str, Any], int]:
+        """Return the position in the prompts, the states of the callbacks, and the number of tokens so far."""
         prompts = None if self.queue is None else self.queue.state_dict()
         if prompts is not None and self.dynamic is not None:
             prompts["share"] = self.dynamic.share
         states = states_of(dash_callbacks(self.host.callback_handler))
-        return prompts, states if self._ranks.rank == 0 else {}
+        return prompts, states if self._ranks.rank == 0 else {}, self.host.state.num_input_tokens_seen
+
+    def _pending_figures(self) -> dict[str, list[float]]:
+        """Return the figures since the last log, of which a resumed run logs the means."""
+        return {name: [*map(float, values)] for name, values in self.host.recorder.logs.figures.items()}
 
     def save(self, folder: str, micro_step: int) -> None:
         """Save this rank's part of a checkpoint: its survivors with their log-probs, and its position.
@@ -203,7 +207,9 @@ class Checkpoints:
         states = self._before if schedule.samples_again(completed) else self._states()
         window = self.micro_steps.window_to_save(completed)
         position = self._shapes.position(state.epoch or 0, state.max_steps)
-        SavedRun(self._shapes, position, completed, self.skipped.total, window, *states).save(self._file(folder))
+        figures = self._figures if completed < micro_step else self._pending_figures()
+        saved = SavedRun(self._shapes, position, completed, self.skipped.total, window, *states, figures)
+        saved.save(self._file(folder))
 
     def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
         """Begin a run, if possible where a checkpoint was saved, and give it a name. `None` means a new run.
@@ -252,6 +258,9 @@ class Checkpoints:
         for name in self._ranks.agree(restore_states, dash_callbacks(self.host.callback_handler), states):
             self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
         self.skipped.total = 0 if saved is None else saved.skipped_steps
+        if own is not None:
+            self.host.recorder.logs.figures.update(own.figures)
+            self.host.state.num_input_tokens_seen = own.tokens
         if reason is not None:
             self.warn(f"{reason}; training goes on with a new generation window.")
         return own if reason is None else None

@@ -114,7 +114,13 @@ def test_a_run_in_an_old_folder_goes_on_from_its_own_checkpoints(train, tmp_path
 def saved(tiny_model, tmp_path_factory):
     """What the windows of a run of 6 steps sampled, a folder with its checkpoints 1 (mid-window) to 5, and its end."""
     output = tmp_path_factory.mktemp("saved")
-    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "callbacks": [SaveEarly()]}
+    settings = {
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 2,
+        "callbacks": [SaveEarly()],
+    }
     windows, whole = recorded(partial(run, DASHTrainer, tiny_model, output), **settings)
     assert len(windows) == 3 and len(windows[0]) == 8
     return windows, output, whole
@@ -123,7 +129,7 @@ def saved(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("at", [3, 5], ids=["in the middle of a window", "within a step, which is repeated"])
 def test_resumed_equals_uninterrupted(train, tmp_path, saved, at):
     windows, output, whole = saved
-    seen, resumed = recorded(train, output / f"checkpoint-{at}", max_steps=6)
+    seen, resumed = recorded(train, output / f"checkpoint-{at}", max_steps=6, logging_steps=2)
     assert seen == windows[(at + 1) // 2 :]
     same(whole, resumed)
     assert not (tmp_path / manifest.RUN).exists()  # it saves none
@@ -158,8 +164,8 @@ def test_other_shapes_go_on_at_the_first_unused_prompt(train, caplog, saved):
     with caplog.at_level("WARNING", logger="dash_trl.checkpoints"):
         seen, trainer = recorded(train, output / "checkpoint-2", **WIDER, max_steps=6)
     assert seen == windows[1:]
-    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log][2:]
-    assert len(norms) == 4 and min(norms) > 0.1
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log][1:]
+    assert len(norms) == 2 and min(norms) > 0.1
     (said,) = [record.getMessage() for record in caplog.records if record.name == "dash_trl.checkpoints"]
     assert "per_device_train_batch_size=4 (now 8), gradient_accumulation_steps=4 (now 2)" in said
     assert (

@@ -133,6 +133,8 @@ class SavedRun:
         window: the window in use. `None`: there is none, or it begins after `step`.
         prompts: state of the `PromptQueue`, if the run has one.
         states: the states of callbacks, by name; empty except on the first rank.
+        tokens: Transformers' `num_input_tokens_seen`.
+        figures: `Recorder.logs.figures`.
     """
 
     shapes: Shapes
@@ -142,6 +144,8 @@ class SavedRun:
     window: Part | None
     prompts: dict[str, Any] | None = None
     states: dict[str, Any] = field(default_factory=dict, compare=False)
+    tokens: int = 0
+    figures: dict[str, list[float]] = field(default_factory=dict, compare=False)
 
     def save(self, path: str) -> None:
         window = None if self.window is None else self.window.state_dict()
