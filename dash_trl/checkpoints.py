@@ -165,9 +165,9 @@ class Checkpoints:
             },
             samples_ahead=windows_ahead(self.host) > 0,
         )
-        # What `_states` returned before the running optimizer step.
+        # From before the running optimizer step: position in the prompts, states of the callbacks, number of tokens.
         self._before: tuple[dict[str, Any] | None, dict[str, Any], int] = None, {}, 0
-        self._figures: dict[str, list[float]] = {}  # what `_pending_figures` returned then
+        self._figures: dict[str, list[float]] = {}  # since the last log, from before the step, too
 
     @contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
@@ -183,7 +183,6 @@ class Checkpoints:
         self._figures = self._pending_figures()
 
     def _states(self) -> tuple[dict[str, Any] | None, dict[str, Any], int]:
-        """Return the position in the prompts, the states of the callbacks, and the number of tokens so far."""
         prompts = None if self.queue is None else self.queue.state_dict()
         if prompts is not None and self.dynamic is not None:
             prompts["share"] = self.dynamic.share
@@ -191,7 +190,7 @@ class Checkpoints:
         return prompts, states if self._ranks.rank == 0 else {}, self.host.state.num_input_tokens_seen
 
     def _pending_figures(self) -> dict[str, list[float]]:
-        """Return the figures since the last log, of which a resumed run logs the means."""
+        """Return the figures since the last log."""
         return {name: [*map(float, values)] for name, values in self.host.recorder.logs.figures.items()}
 
     def save(self, folder: str, micro_step: int) -> None:
