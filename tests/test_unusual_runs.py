@@ -264,6 +264,20 @@ def test_evaluations_within_a_step(train, event):
         assert seen[-1] == {*dataset["prompt"]}
 
 
+def test_an_evaluation_without_a_scored_row_finds_no_best_model(train):
+    trainer = train(
+        reward=lambda prompts, **_: [None if one == "0 + 0 = " else row % 2 for row, one in enumerate(prompts)],
+        dataset=prompts(64).select(range(1, 64)),
+        eval_dataset=prompts(1),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="best",
+        metric_for_best_model="eval_reward",
+        per_device_eval_batch_size=16,
+    )
+    assert math.isnan(trainer.state.log_history[1]["eval_reward"]) and trainer.state.best_model_checkpoint is None
+
+
 def test_what_cannot_be_saved_is_refused_before_the_first_step(train, tmp_path):
     for name, change in (
         (
