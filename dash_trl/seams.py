@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations import TrackioCallback, hub_kernels
+from transformers.trainer_utils import unwrap_peft_model
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
@@ -102,8 +103,7 @@ def unread_figures(trainer: GRPOTrainer) -> Iterator[dict[str, list[Any]]]:
 
 def new_passes(trainer: GRPOTrainer) -> ModelPasses:
     models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
-    models = [trainer.accelerator.unwrap_model(model) for model in models]
-    models = [model.get_base_model() if is_peft_model(model) else model for model in models]
+    models = [unwrap_peft_model(trainer.accelerator.unwrap_model(model)) for model in models]
     for model in models:
         if model.use_kernels:  # all but RoPE, because the hub's kernel for it has no backward pass
             mapping = hub_kernels.get_kernel_mapping_transformers()

@@ -21,7 +21,7 @@ import transformers
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints, unwrap_peft_model
 from trl import GRPOTrainer
 
 from dash_trl import checks, seams
@@ -115,7 +115,7 @@ class DASHTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         self._accelerate_state = dict(vars(self.accelerator.state))
         if is_multimodal(self.model.config):
-            freeze_towers(self.model.get_base_model() if is_peft_model(self.model) else self.model)
+            freeze_towers(unwrap_peft_model(self.model))
         checks.check_trainable(self.model)
         checks.check_tokenizer(self._tokenizer)
         checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)

@@ -8,6 +8,7 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import unwrap_peft_model
 from trl import GRPOTrainer
 
 from dash_trl.config import DASHConfig
@@ -58,8 +59,7 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
                 "saved and loaded. Pass the model itself, and set torch_compile=True."
             )
         config = model.config
-        text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
-        kind = type(text_model)
+        kind = type(unwrap_peft_model(model))
         name = kind.__name__
     generates = not hasattr(kind, "can_generate") or kind.can_generate()
     if config.is_encoder_decoder or not generates:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -27,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.trainer_utils import unwrap_peft_model
 from trl.trainer.utils import pad
 
 from dash_trl.checks import check_prompt_ids, plain_prompt
@@ -167,7 +167,7 @@ class LocalSampler(Sampler):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = BATCH_SIZE):
         super().__init__(tokenizer, model.generation_config)
         self.model = model
-        self._inner = model.get_base_model() if is_peft_model(model) else model
+        self._inner = unwrap_peft_model(model)
         self.batch_size = batch_size
 
     def _draw(

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import unwrap_peft_model
 
 from dash_trl.process_rewards.episodes import check_escapes
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
@@ -171,7 +171,7 @@ class AnswerLogProbValue:
 
         `passes_on_all_ranks` turns a number into the largest of any rank: ranks with fewer passes run dummy passes.
         """
-        model = call.get_base_model() if is_peft_model(call) else call
+        model = unwrap_peft_model(call)
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
         with evaluating(call):

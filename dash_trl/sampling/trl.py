@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.trainer_utils import unwrap_peft_model
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -211,7 +212,7 @@ class ServerGeneration(ExactMerges):
 
     def _check_names(self) -> None:
         """Check that vLLM knows all names of weights, because an unknown name stops a server's loading half-way."""
-        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        model = unwrap_peft_model(self.model)
         classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(model.config) else MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device("meta"):
             known = classes.get(type(model.config), type(model))(model.config).state_dict()
