@@ -65,64 +65,45 @@ def plan_share(
     Returns:
         The micro-batches, in the order in which they run; rows are indices into M.
     """
+    budget = max_rows * width if max_tokens is None else max_tokens
+
+    def pack(prompts: list[int], completions: list[int], same: list[int]) -> list[list[int]]:
+        """Pack the rows of one rank into bins; `same` has a checksum of each row's prompt."""
+        rows = [row for row, completion in enumerate(completions) if completion > 0]
+        if not padding_free:
+            return _sorted_bins(rows, prompts, completions, budget)
+        # A family: all rows that can share one prompt, or a single row. A unit: rows of a family that stay together in
+        # a bin.
+        families: dict[tuple[int, ...], list[int]] = {}
+        for row in rows:
+            shares = min_shared is not None and prompts[row] > min_shared
+            families.setdefault((prompts[row], same[row]) if shares else (row,), []).append(row)
+
+        def tokens(unit: Sequence[int]) -> int:
+            """Count the tokens that the model computes for a unit. Each row computes the last prompt token again."""
+            trunk = prompts[unit[0]] - 1
+            copied = max_tokens is None and len(unit) > 1
+            return trunk + copied * trunk * len(unit) // COPIES_PER_TOKEN + sum(completions[row] + 1 for row in unit)
+
+        units = [unit for family in families.values() for unit in _within(family, tokens, budget)]
+        sizes = dict(enumerate(map(tokens, units)))
+        bins = [[row for one in held for row in units[one]] for held in fitted_bins(range(len(units)), sizes, budget)]
+        bins = [part for held in bins for part in _sorted_bins(held, prompts, completions, CELLS_PER_TOKEN * budget)]
+        ordered = [row for family in families.values() for row in family]
+        if max_tokens is None and len(bins) > -(-len(rows) // max_rows):  # units of several rows may fit badly
+            bins = [ordered[first : first + max_rows] for first in range(0, len(ordered), max_rows)]
+        # If units of one family are in the same bin, their rows share the prompt, too. So they must be adjacent.
+        order = {row: place for place, row in enumerate(ordered)}
+        return [sorted(held, key=order.__getitem__) for held in bins]
+
     # Convert column by column. One list per row would trigger Python's garbage collector, which takes longer than the
     # packing.
-    packed = [
-        _pack(
-            *columns,
-            max_rows=max_rows,
-            max_tokens=max_tokens,
-            width=width,
-            padding_free=padding_free,
-            min_shared=min_shared,
-        )
-        for columns in zip(*(lengths[..., column].tolist() for column in (PROMPT, COMPLETION, CHECKSUM)), strict=True)
-    ]
+    columns = (lengths[..., column].tolist() for column in (PROMPT, COMPLETION, CHECKSUM))
+    packed = [*map(pack, *columns)]
     count = max(map(len, packed))
     # A rank with fewer bins runs its dummy rows first. So the last pass of a rank with survivors has survivors.
     aligned = [[()] * (count - len(bins)) + [tuple(rows) for rows in bins] for bins in packed]
     return [MicroBatch(rows) for rows in zip(*aligned, strict=True)]
-
-
-def _pack(
-    prompts: list[int],
-    completions: list[int],
-    same: list[int],
-    *,
-    max_rows: int,
-    max_tokens: int | None,
-    width: int,
-    padding_free: bool,
-    min_shared: int | None,
-) -> list[list[int]]:
-    """Pack the rows of one rank into bins; see `plan_share`. `same` has a checksum of each row's prompt."""
-    rows = [row for row, completion in enumerate(completions) if completion > 0]
-    budget = max_rows * width if max_tokens is None else max_tokens
-    if not padding_free:
-        return _sorted_bins(rows, prompts, completions, budget)
-    # A family: all rows that can share one prompt, or a single row. A unit: rows of a family that stay together in a
-    # bin.
-    families: dict[tuple[int, ...], list[int]] = {}
-    for row in rows:
-        shares = min_shared is not None and prompts[row] > min_shared
-        families.setdefault((prompts[row], same[row]) if shares else (row,), []).append(row)
-
-    def tokens(unit: Sequence[int]) -> int:
-        """Count the tokens that the model computes for a unit. Each row computes the last prompt token again."""
-        trunk = prompts[unit[0]] - 1
-        copied = max_tokens is None and len(unit) > 1
-        return trunk + copied * trunk * len(unit) // COPIES_PER_TOKEN + sum(completions[row] + 1 for row in unit)
-
-    units = [unit for family in families.values() for unit in _within(family, tokens, budget)]
-    sizes = dict(enumerate(map(tokens, units)))
-    bins = [[row for one in held for row in units[one]] for held in fitted_bins(range(len(units)), sizes, budget)]
-    bins = [part for held in bins for part in _sorted_bins(held, prompts, completions, CELLS_PER_TOKEN * budget)]
-    ordered = [row for family in families.values() for row in family]
-    if max_tokens is None and len(bins) > -(-len(rows) // max_rows):  # units of several rows may fit badly
-        bins = [ordered[first : first + max_rows] for first in range(0, len(ordered), max_rows)]
-    # If units of one family are in the same bin, their rows share the prompt, too. So they must be adjacent.
-    order = {row: place for place, row in enumerate(ordered)}
-    return [sorted(held, key=order.__getitem__) for held in bins]
 
 
 def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_tokens: int) -> Iterator[list[int]]:
