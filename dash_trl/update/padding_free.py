@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import chain
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -106,8 +105,7 @@ class PackedLayout:
 
 def _key(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> tuple[int, ...]:
     """Identify tensors and their contents without reading them."""
-    of_tensors = [(id(one), one._version) for one in (input_ids, attention_mask)]
-    return (*chain.from_iterable(of_tensors), logits_to_keep)
+    return id(input_ids), input_ids._version, id(attention_mask), attention_mask._version, logits_to_keep
 
 
 def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterator[TreeShape]:
