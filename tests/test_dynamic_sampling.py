@@ -146,9 +146,9 @@ def test_ahead_of_training_the_first_round_has_what_it_will_take():
     dynamic = DynamicSampling(8, 1, 4, ahead=True)
     assert dynamic.first() == 8
     for _ in range(50):
-        dynamic.note([torch.arange(16).view(1, 16) % 2 == 0])
+        dynamic.note(torch.arange(16).view(1, 16) % 2 == 0, 1)
     assert dynamic.first() == 16
     for _ in range(50):
-        dynamic.note([torch.zeros(1, 16, dtype=torch.bool)])
+        dynamic.note(torch.zeros(1, 16, dtype=torch.bool), 1)
     assert dynamic.first() == 32  # no more than the bound
     assert DynamicSampling(8, 1, 4, ahead=False, share=0.5).first() == 8

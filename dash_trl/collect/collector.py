@@ -170,7 +170,8 @@ class Collector:
         """Collect a whole window as one part, with dynamic sampling in several rounds."""
         batches: list[GenerationBatch] = []
         credited: list[RolloutBatch] = []
-        signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the group has a kept row
+        # Dynamic sampling: [R, K] bool, True = the group has a kept row.
+        signal = torch.zeros(self._ranks.count, 0, dtype=torch.bool)
         while True:
             with self._recorder.timed("dynamic_sampling") if batches else nullcontext():  # the time of further rounds
                 batches.append(self._sample(prompts, new))
@@ -180,7 +181,8 @@ class Collector:
                 # Callbacks may have logged columns. Fill up those that an earlier round lacks.
                 self._log.end_round(sum(map(len, credited[:-1])), len(credited[-1]))
                 groups = (credited[-1].dropped == KEPT).view(-1, self._args.num_generations).any(dim=1)
-                signal.append(self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool())
+                groups = self._ranks.gather(groups).view(len(signal), -1)
+                signal = torch.cat([signal, groups], dim=1)
                 if not (more := self.dynamic.next(signal)):
                     break
                 assert self.queue is not None, "dynamic sampling has a queue"
@@ -201,7 +203,7 @@ class Collector:
             # Each rank takes its survivors, then dropped rows until all ranks have the same number of rows.
             rows = max(self._ranks.largest(int(keep.sum())), self.dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:rows]
-            self._recorder.log(self.dynamic.note(signal))
+            self._recorder.log(self.dynamic.note(signal, len(batches)))
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
@@ -327,7 +329,7 @@ class Collector:
         advantages = self._ranks.gather(whole.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
-        self._log.rewarded(prompts, completions, rewards, advantages, self._ranks.gather(whole.silent.long()))
+        self._log.rewarded(prompts, completions, rewards, advantages, self._ranks.gather(whole.silent))
         metrics = filter_metrics(whole, self._ranks.sum)
         self._recorder.log(metrics)
         if self.dynamic is not None and self.queue is not None:

@@ -5,14 +5,12 @@
 A group has *signal* if the filter keeps at least one of its rows. This module decides how many groups are sampled, and
 which of them belong to the window.
 
-Letters: R ranks, K groups of a rank in a round.
+Letters: R ranks, K groups of a rank in all rounds so far.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 SMOOTHING = 0.2  # the weight of the last window in the running average of the share of groups with signal
@@ -51,64 +49,56 @@ class DynamicSampling:
             return self.groups
         return min(math.ceil(self.groups / max(self.share, 1e-6)), self.groups * self.most)
 
-    def next(self, signal: Sequence[Tensor]) -> int:
+    def next(self, signal: Tensor) -> int:
         """Return the number of groups that each rank samples in the next round.
 
         It is 0 if the window is full of groups with signal, or its limit of groups is reached.
 
         Args:
-            signal: for each round so far, [R, K] bool, True = the group has signal.
+            signal: [R, K] bool, True = the group has signal.
         """
-        sampled, found = _counted(signal)
+        sampled = signal.numel()
+        found = int(signal.sum())
         missing = max(self.room - found, 0)
         share = (found + 1) / (sampled + 2)
         allowed = self.groups * self.most - sampled // self.ranks
         return min(math.ceil(missing / share / self.ranks), self.groups, allowed)
 
-    def note(self, signal: Sequence[Tensor]) -> dict[str, float]:
-        """Update the running average after a window is complete, and return its figures.
-
-        Args:
-            signal: as in `next`, for all rounds of the window.
-        """
-        sampled, found = _counted(signal)
-        self.share += SMOOTHING * (found / sampled - self.share)
+    def note(self, signal: Tensor, rounds: int) -> dict[str, float]:
+        """Update the running average after a window is complete, and return its figures. `signal` is as in `next`."""
+        found = int(signal.sum())
+        self.share += SMOOTHING * (found / signal.numel() - self.share)
         return {
-            "dynamic_sampling/rounds": len(signal),
-            "dynamic_sampling/sampled": sampled / self.room,
+            "dynamic_sampling/rounds": rounds,
+            "dynamic_sampling/sampled": signal.numel() / self.room,
             "dynamic_sampling/filled": min(found / self.room, 1.0),
             "dynamic_sampling/surplus": max(found / self.room - 1.0, 0.0),
         }
 
 
-def _counted(signal: Sequence[Tensor]) -> tuple[int, int]:
-    """Return the number of groups, and how many of them have signal."""
-    return sum(one.numel() for one in signal), sum(int(one.sum()) for one in signal)
-
-
-def rows_of_window(signal: Sequence[Tensor], room: int, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
+def rows_of_window(signal: Tensor, room: int, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
     """Choose the groups of the window: first groups with signal, then silent groups if there is room left.
 
-    A round offers the first group of each rank, then the second group of each rank, and so on, so that ranks get about
-    the same number. With two ranks and room for 4 groups (+ = signal, − = silent)::
+    The first group of each rank comes first, then the second group of each rank, and so on, so that ranks get about the
+    same number. With two ranks and room for 4 groups (+ = signal, − = silent)::
 
         round 0    rank 0: A+ B−    rank 1: C− D+       A, C, B, D: two groups with signal
         round 1    rank 0: E+ F+    rank 1: G− H−       E, G, F, H: two more, so the window is full
         window     rank 0: A E F    rank 1: D           if F were silent, the first silent group would join: C
 
     Args:
-        signal: for each round, [R, K] bool, True = the group has signal.
+        signal: [R, K] bool, True = the group has signal.
         room: number of groups of the window on all ranks; at most the number of groups in all rounds.
         group_size: number of rows of a group.
     Returns:
         Two tensors [B] bool for this rank's rows of all rounds: True = the row's group is chosen; True = it is chosen
         and has signal.
     """
-    flat = torch.cat([one.T.flatten() for one in signal])
+    flat = signal.T.flatten()
     trained = flat & (flat.cumsum(dim=0) <= room)
     chosen = trained | ~flat & ((~flat).cumsum(dim=0) <= room - trained.sum())
 
     def rows(groups: Tensor) -> Tensor:
-        return groups.view(-1, len(signal[0]))[:, rank].repeat_interleave(group_size)
+        return groups.view(-1, len(signal))[:, rank].repeat_interleave(group_size)
 
     return rows(chosen), rows(trained)
