@@ -169,7 +169,7 @@ class Ranks:
         """Return the rows of all ranks as a CPU tensor, those of rank 0 first. Shorter rows are padded by 0.
 
         Args:
-            rows: [B, …] with the same B on all ranks, in float32 or an integer type, which every device can gather.
+            rows: [B, …] with the same B on all ranks, as float32, bools or integers, which every device can gather.
         """
         rows = self._accelerator.pad_across_processes(rows.to(self._accelerator.device), dim=1)
         return self._accelerator.gather(rows).cpu()

@@ -121,9 +121,9 @@ class LogProbs:
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
         needed = part.lengths[..., COMPLETION] > 0
         if rules.sampler_is_old:
-            unknown = needed[self._ranks.rank].long()
-            unknown[unknown > 0] = unknown_log_probs(sampled, survivors.loss_mask).any(1).long()
-            needed = self._ranks.gather(unknown).view(needed.shape) > 0
+            own = needed[self._ranks.rank]
+            own[own.clone()] = unknown_log_probs(sampled, survivors.loss_mask).any(1)
+            needed = self._ranks.gather(own).view(needed.shape)
 
         with self._host.recorder.timed("logprobs"):
             known = self._found(part, shares, needed, names)

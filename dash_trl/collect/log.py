@@ -130,7 +130,7 @@ class WindowLog:
         Args:
             rewards: [N, F]; NaN = the function does not apply, or the row is unscored.
             advantages: [N], the mean advantage of a row's loss tokens.
-            silent: [N], 1 = all advantages by outcome of the group are 0.
+            silent: [N] bool, True = all advantages by outcome of the group are 0.
         Raises:
             ValueError: with `log_completions`, if reward functions have logged fewer values than rows in a column.
         """
