@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
 from dash_trl.config import DASHConfig, computes_bf16
@@ -91,20 +91,18 @@ class Step(TrainerCallback):
     figures: dict[str, float]
     gradients: dict[str, Tensor]
 
-    def on_step_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 0:
             self.counting = begin_counting()
         self.seconds = -time.perf_counter()
 
-    def on_pre_optimizer_step(
-        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
         if state.global_step == 0:
             _, self.waits = counted(self.counting)
             grads = {name: one.grad for name, one in model.named_parameters()}
             self.gradients = {name: one.float().cpu() for name, one in grads.items() if one is not None}
 
-    def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds += time.perf_counter()
