@@ -8,7 +8,6 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from dash_trl.monitoring.plots import plot_run
 
@@ -83,7 +82,7 @@ class RewardTableCallback(TrainerCallback):
         self._events.register("post_run_cell", self._draw)  # an interrupted cell has this event, too
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if "reward" in logs and args.eval_strategy == IntervalStrategy.NO:
+        if "reward" in logs and args.eval_strategy == "no":
             figures = {title: logs[name] for title, name in TABLE.items() if name in logs}
             self.shown.training_tracker.write_line({"Step": state.global_step, **figures})
             self.shown.training_tracker.display()  # by itself only with the next step
@@ -150,7 +149,7 @@ class TimeLimitCallback(TrainerCallback):
     def on_step_end(self, args, state, control: TrainerControl, **kwargs) -> None:
         if self.limit is not None and broadcast_object_list([self._elapsed() >= self.limit])[0]:
             control.should_training_stop = True
-            control.should_save |= args.save_strategy == SaveStrategy.STEPS
+            control.should_save |= args.save_strategy == "steps"
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         """Add the seconds to the log, so that later callbacks and checkpoints get them, too."""
