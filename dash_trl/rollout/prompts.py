@@ -34,7 +34,7 @@ class EpochOrder(Sampler):
         self.epoch = lambda: epoch
 
     def __iter__(self) -> Iterator[int]:
-        if self.sampler.shuffle and self.sampler.seed is not None:
+        if self.sampler.shuffle:  # with `args.seed`, which is a number
             self.sampler.generator.manual_seed(self.sampler.seed)
             for _ in range(self.epoch()):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
