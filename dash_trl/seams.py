@@ -310,9 +310,7 @@ def begin_anew(trainer: GRPOTrainer) -> None:
     for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         pending.clear()
     logs = trainer._logs
-    # `rewards` is a defaultdict: a function without logged rewards gets an empty column here.
-    rewards = [logs["rewards"][name] for name in trainer.reward_func_names]
-    for column in (logs["prompt"], logs["completion"], logs["advantages"], logs["extra"], *rewards):
+    for column in (logs["prompt"], logs["completion"], logs["advantages"], logs["extra"], *logs["rewards"].values()):
         column.clear()
 
 
@@ -335,9 +333,7 @@ def end_micro_step(trainer: GRPOTrainer, seconds: float, *, ends_step: bool) -> 
 def to_training_mode(trainer: GRPOTrainer) -> None:
     """Put model and optimizer into training mode before a window is sampled: some optimizers then swap the weights."""
     trainer.model_wrapped.train()
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
-    if callable(getattr(optimizer, "train", None)):
-        optimizer.train()
+    trainer.optimizer.train()  # of accelerate's wrapper: nothing if the optimizer has no mode
 
 
 def nothing_pending() -> dict[str, Any]:
