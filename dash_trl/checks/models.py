@@ -51,7 +51,6 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
                 "network and your access."
             ) from error
         kind = class_of(config)  # a model of remote code is loaded as a causal LM
-        name = (config.architectures or [""])[0]
     else:
         if hasattr(model, "_orig_mod"):
             raise ValueError(
@@ -60,12 +59,11 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
             )
         config = model.config
         kind = type(unwrap_peft_model(model))
-        name = kind.__name__
-    generates = not hasattr(kind, "can_generate") or kind.can_generate()
-    if config.is_encoder_decoder or not generates:
+    if config.is_encoder_decoder or hasattr(kind, "can_generate") and not kind.can_generate():
         raise ValueError(
-            f"The model is a {name}, but DASHTrainer trains decoders of text with a language modeling head. Use a "
-            "causal language model (transformers.AutoModelForCausalLM), or a multimodal model with one."
+            f"The model is a {getattr(kind, '__name__', config.architectures)}, but DASHTrainer trains decoders of "
+            "text with a language modeling head. Use a causal language model (transformers.AutoModelForCausalLM), or a "
+            "multimodal model with one."
         )
 
 
