@@ -169,8 +169,7 @@ class InProcess(Sampler):
                 Rounds(self._host, self._conversations).sample(rows)
                 sampled = self._of_turns(self._conversations, rows, versions)
         if sampled.log_probs is None and one_ahead(self._host):
-            pad_token_id = self._host._tokenizer.pad_token_id
-            rollouts = to_rollouts(sampled, [], group=versions[:, 0], pad_token_id=pad_token_id)
+            rollouts = to_rollouts(sampled, [], group=versions[:, 0], pad_token_id=self._tokenizer.pad_token_id)
             sampled = replace(sampled, log_probs=self._log_probs.of_policy(rollouts))
         self._rewards.start(prompts, 0, sampled)
         return sampled
