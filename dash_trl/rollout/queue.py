@@ -92,7 +92,7 @@ class PromptQueue:
         while len(places) < prompts:
             rows += self._next()
             epoch, number = self.place
-            places.append((epoch, number))
+            places.append(self.place)
             self.place = epoch, number + 1
         return QueuedRows(rows, places)
 
@@ -119,18 +119,17 @@ class PromptQueue:
         The dataloader does not exist yet, so the next `read` reads the prompts of the checkpoint's windows again.
         """
         self.close()
-        self.place = tuple(state["place"])
-        self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
+        self.place = state["place"]
+        self._to_read_again = state["windows"]
 
     def _read_again(self) -> None:
         windows = self._to_read_again
         self._to_read_again = {}
         wanted = {place for places in windows.values() for place in places}
         end = self.place
-        self.place = epoch, number = min(wanted | {end})
-        batches, others = divmod(number, self.prompts)
-        self._source = self.open_epoch(epoch, batches)
-        self.place = epoch, batches * self.prompts
+        epoch, number = min(wanted | {end})
+        others = number % self.prompts
+        self.place = epoch, number - others
         self.take(others)
         found: dict[Place, Rows] = {}
         while self.place < end:
