@@ -105,10 +105,10 @@ def packing_flaw(
         gradients: True = test the gradients, too.
     """
 
-    def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
-        # All tested prompts have the same last token, which is computed in each row. With another last token, log-probs
-        # would change even in a row that does not attend to the shared tokens.
-        common = [*((first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS - 1)), 0] * shared
+    def log_probs(function: Any, samples: Sequence[Sequence[int]], start: int = 7) -> list[Tensor]:
+        # No sample begins as a tested prompt does. All tested prompts have the same last token, which is computed in
+        # each row. With another one, log-probs would change even in a row that does not attend to the shared tokens.
+        common = [*_tokens(COMMON_PROMPT_TOKENS - 1, start, vocabulary), 0] * shared
         prompt = len(common) or min(map(len, samples)) // 2  # the same in all rows, so none is padded on the left
         rows = [torch.tensor([*common, *sample]) for sample in samples]
         ids, mask = (pad_sequence(one, batch_first=True) for one in (rows, [*map(torch.ones_like, rows)]))
@@ -122,7 +122,7 @@ def packing_flaw(
             partial(log_probs, padded),
             vocabulary=vocabulary,
             dtype=dtype,
-            others=(partial(log_probs, packed, first=1), partial(log_probs, padded, first=1)) if shared else None,
+            others=(partial(log_probs, packed, start=8), partial(log_probs, padded, start=8)) if shared else None,
         )
     if flaw or not gradients:
         return flaw
