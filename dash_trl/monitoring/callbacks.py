@@ -46,9 +46,7 @@ class RewardProgressCallback(ProgressCallback):
     has no reward, as in supervised fine-tuning, the bar shows the loss.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last = 0.0, math.inf  # of the last log: its time, and the number of tokens by then
+    _last = 0.0, math.inf  # of the last log: its time, and the number of tokens by then
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         names = {"reward": "reward", "kept": "filter/kept_rows"} if "reward" in logs else {"loss": "loss"}
