@@ -11,6 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -101,7 +102,6 @@ class ServerGeneration(ExactMerges):
             ranks=self.ranks.count,
         )
         self.pool.refit = _waits_for_weights
-        self._sync: WeightSync | None = None
         self._steps: dict[int, int] = {}  # weight version → optimizer step that made these weights
         self.context = math.inf
         self.ranks.agree(self.pool.wait_until_ready)
@@ -157,7 +157,7 @@ class ServerGeneration(ExactMerges):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            "min_p": 0.0 if self.min_p is None else self.min_p,
+            "min_p": self.min_p or 0.0,
             "max_tokens": self.max_completion_length,
         }
         if self.structured_outputs_regex is not None:
@@ -171,12 +171,11 @@ class ServerGeneration(ExactMerges):
 
     def sync_weights(self) -> None:
         """Send the model's weights to all servers; see `WeightSync.send`."""
-        if self._sync is None:
-            self._sync = self._new_sync()
         self._sync.send()
         self._steps[self.pool.fleet.version] = self.step()
 
-    def _new_sync(self) -> WeightSync:
+    @cached_property
+    def _sync(self) -> WeightSync:
         """Check the servers, and choose how they get weights: an adapter alone if that works, otherwise all weights."""
         served = self.ranks.agree(self._check_servers, main_only=True)
         self.context = served.context
