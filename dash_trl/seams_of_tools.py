@@ -52,7 +52,7 @@ def new_conversations(trainer: GRPOTrainer) -> Conversations | None:
         return TurnRules(
             most_tokens=trainer.max_completion_length,
             context=min(context or math.inf, of_sampler),
-            most_rounds=trainer.args.max_tool_calling_iterations if trainer.tools else 0,
+            most_rounds=trainer.max_tool_calling_iterations if trainer.tools else 0,
             parse=parse,
             encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
         )

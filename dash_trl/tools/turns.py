@@ -24,14 +24,14 @@ class TurnRules:
     Attributes:
         most_tokens: limit of tokens in a completion, with the answers of tools; TRL's `max_completion_length`.
         context: the sampler's limit of tokens in prompt and completion together; infinite = no limit.
-        most_rounds: limit of rounds of tool calls, TRL's `max_tool_calling_iterations`; None = no limit.
+        most_rounds: limit of rounds of tool calls, TRL's `max_tool_calling_iterations`.
         parse: function: token ids of a turn, token ids before the turn, tools → the policy's message.
         encode: function: tool messages → their token ids, with the tokens that begin the policy's next turn.
     """
 
     most_tokens: int
     context: float
-    most_rounds: int | None
+    most_rounds: int
     parse: Callable[[list[int], list[int], Sequence[Any]], Message]
     encode: Callable[[list[Message]], list[int]]
 
@@ -78,7 +78,7 @@ class Turns:
             self.messages.append(message)
             calls = message.get("tool_calls") or []
         self._append(ids, 1, None if log_probs is None else log_probs[: len(ids)])
-        return calls if self.rules.most_rounds is None or self.rounds < self.rules.most_rounds else []
+        return calls if self.rounds < self.rules.most_rounds else []
 
     def never_began(self, token: int) -> None:
         """Set an empty message and a completion of one token, because each row needs a token.
