@@ -116,8 +116,9 @@ class Conversations:
             if row.environment is None:
                 row.environment = await self.calls.call(environments.factories[row.name], {})
             given = row.prompt
+            # As in TRL, `reset` gets all columns except the one that names the environment.
+            arguments = {key: value for key, value in row.example.items() if row.name is None or key != "environment"}
             try:
-                arguments = environments.reset_arguments(row.example)
                 row.prompt = observed(row.prompt, await self.calls.call(row.environment.reset, arguments))
                 row.prompt_ids = self.tokenize(row.prompt, self._listed(row))
             except Exception as error:

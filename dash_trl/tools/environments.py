@@ -71,12 +71,6 @@ class Environments:
         finally:
             self._is_evaluating = False
 
-    def reset_arguments(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `reset`, as in TRL: all columns except `environment` if it names the environment."""
-        if None in self.factories:
-            return dict(example)
-        return {name: value for name, value in example.items() if name != "environment"}
-
 
 def methods_of(instance: object) -> list[Callable[..., Any]]:
     """Return the tools of an environment: its public methods except `reset` and `get_reward`."""
