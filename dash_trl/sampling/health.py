@@ -95,14 +95,6 @@ class ServerStatus:
     rest_until: float = -math.inf
     last_error: str = "none"
 
-    @property
-    def tokens(self) -> int:
-        return sum(job.tokens for job in self.outstanding)
-
-    @property
-    def sequences(self) -> int:
-        return sum(job.sequences for job in self.outstanding)
-
 
 class Fleet:
     """Servers and unfinished jobs as one process sees them.
@@ -138,10 +130,11 @@ class Fleet:
             if server.state == State.HEALTHY
             and (
                 not server.outstanding
-                or (len(server.outstanding) < self.most_jobs and server.sequences + sequences <= self.most_sequences)
+                or len(server.outstanding) < self.most_jobs
+                and sum(job.sequences for job in server.outstanding) + sequences <= self.most_sequences
             )
         ]
-        return min(ready, key=lambda server: server.tokens).url if ready else None
+        return min(ready, key=lambda server: sum(job.tokens for job in server.outstanding)).url if ready else None
 
     def jobs(self) -> list[Job]:
         return [*self.waiting, *(job for server in self.servers.values() for job in server.outstanding)]
