@@ -141,7 +141,7 @@ def _split(text: str) -> tuple[str, str, list[str]]:
     for line in _ONE_LINE.sub(r"\1python\n\2\n\1", text).split("\n"):
         bare = line.strip()
         quotes += line.count('"""')
-        mark = bare[: len(bare) - len(bare.lstrip(bare[:1]))] if bare[:1] in ("`", "~") else ""
+        mark = re.sub(r"(`+|~+|).*", r"\1", bare)
         info = re.sub(r"[{.]*(\w*).*", r"\1", bare[len(mark) :].strip().lower())  # of `python title="a.py"`, `{python}`
         if len(mark) < 3 or "`" in bare[len(mark) :]:
             lines.append(line)
