@@ -88,13 +88,13 @@ def launch(script: str, flags: Sequence[str]) -> None:
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
     """Return the arguments of `accelerate launch`: its flags, the script of examples/, and the script's flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--accelerate_config")
+    parser.add_argument("--accelerate_config", dest="config_file")
     for name in LAUNCH:
         parser.add_argument(f"--{name}")
     known, others = parser.parse_known_args(flags)
     own = vars(known)
-    if (config := own.pop("accelerate_config", None)) is not None:
-        own = {"config_file": accelerate_config(config), **own}
+    if "config_file" in own:
+        own["config_file"] = accelerate_config(own["config_file"])
         if not {"num_processes", "num_machines"} & own.keys():
             own |= processes(own["config_file"], own.get("gpu_ids"))
     return [

@@ -25,7 +25,7 @@ from tests.vllm_run import wait_until
 def test_accelerate_gets_its_flags_and_the_script_all_others(monkeypatch):
     flags = ["--max_steps", "1", "--num_processes", "2", "--accelerate_config", "zero3", "--num_generations=4"]
     assert command.launch_arguments(command.SCRIPTS["sft"], flags) == [
-        *("--config_file", str(ROOT / "accelerate_configs" / "zero3.yaml"), "--num_processes", "2"),
+        *("--num_processes", "2", "--config_file", str(ROOT / "accelerate_configs" / "zero3.yaml")),
         *(str(ROOT / "dash_trl" / "signals.py"), str(ROOT / "examples" / "sft.py")),
         *("--max_steps", "1", "--num_generations=4"),
     ]
