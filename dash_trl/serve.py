@@ -130,7 +130,7 @@ def visible_gpus() -> list[str]:
 
 def free_ports(count: int, first: int) -> list[int]:
     """Return the next `count` ports, from `first` on, at which nothing listens on this machine."""
-    return list(itertools.islice((port for port in itertools.count(first) if not is_port_in_use(port)), count))
+    return list(itertools.islice(itertools.filterfalse(is_port_in_use, itertools.count(first)), count))
 
 
 def stop(number: int, _: object) -> None:
