@@ -183,12 +183,16 @@ class Conversations:
         """
         return [row.failure is not None for row in self._scored] or [False] * rows
 
-    def rewards(self, instances: Sequence[object]) -> dict[int, Any]:
-        """Return `id` of each environment → reward; NaN = a call failed. Call `get_reward` where none is known."""
+    def rewards(self, environments: Sequence[object], kind: type) -> list[float | None]:
+        """Return the rewards of the environments of a class, None for others. Call `get_reward` where none is known.
+
+        NaN = a call failed.
+        """
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
-        missing = [one for one in instances if id(one) not in found]
+        missing = [one for one in environments if type(one) is kind and id(one) not in found]
         values = self.calls.run([self._reward(one) for one in missing])
-        return found | dict(zip(map(id, missing), values, strict=True))
+        found |= zip(map(id, missing), values, strict=True)
+        return [found[id(one)] if type(one) is kind else None for one in environments]
 
     def give_back(self, rows: Sequence[Conversation]) -> None:
         """Give the environments of finished rows back to the pool, except those that may still be at work."""
@@ -228,5 +232,4 @@ class EnvironmentReward:
         self.__name__ = kind.__name__
 
     def __call__(self, environments: Sequence[object], **_: object) -> list[float | None]:
-        rewards = self._conversations.rewards([one for one in environments if type(one) is self.kind])
-        return [rewards[id(one)] if type(one) is self.kind else None for one in environments]
+        return self._conversations.rewards(environments, self.kind)
