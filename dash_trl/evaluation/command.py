@@ -282,7 +282,7 @@ def evaluate(
     """
     EvaluationArguments(k=[*k], per_device_eval_batch_size=batch_size, **{"num_samples": 1, **sampling})
     with Reward(reward_func) as reward:
-        reward.check_columns([name for row in dataset for name in row])
+        reward.check_columns([*dataset[0]])
         scored = scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling)
         samples = [row["samples"] for _, row in scored]
     return figures_of(samples, k)

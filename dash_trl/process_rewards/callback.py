@@ -110,11 +110,6 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         trainer = kwargs["trainer"]
         started = time.perf_counter()
-        if rollouts.advantages.dim() > 1:
-            raise ValueError(
-                "ProcessRewardCallback needs one outcome advantage per row, but an earlier callback (or a second "
-                "ProcessRewardCallback) has set one per token: leave one of the two out, or put the other one after it."
-            )
         group_size = trainer.num_generations
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and

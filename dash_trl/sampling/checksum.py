@@ -27,7 +27,7 @@ def tensor_checksum(tensor: Tensor) -> int:
         tensor: any shape; elements of 1, 2, 4 or 8 bytes.
     """
     total = 0
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().flatten()
     for part in flat.view(_INTEGERS[flat.element_size()]).split(CHUNK):
         x = part.to(torch.int64)
         total += int((x * (A * x + B)).sum())  # int64 overflow wraps around: arithmetic modulo 2^64
