@@ -45,13 +45,7 @@ class Watch(Snapshots, DASHCallback):
 
 
 def log_probs_of(model, rollouts) -> torch.Tensor:
-    """[B, T], by one plain pass over padded rows."""
-    ids, mask = (
-        torch.cat([getattr(rollouts, part + name) for part in ("prompt_", "completion_")], dim=1)
-        for name in ("ids", "mask")
-    )
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, rollouts.prompt_ids.shape[1] - 1 : -1]
-    return logits.log_softmax(dim=-1).gather(2, rollouts.completion_ids[..., None])[..., 0]
+    return reference.distributions(model, rollouts).log_prob(rollouts.completion_ids)
 
 
 def with_parameters(model: str, values: dict[str, torch.Tensor]):

@@ -7,6 +7,7 @@ import torch
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer, RewardRunner
+from tests import reference
 from tests.doubles import Penalised, Replaced
 from tests.models import MOE
 from tests.tiny import ScriptedReward, load, noting, parameters, prompts, refusal, refused, save_tiny_model
@@ -24,18 +25,12 @@ def test_a_loss_without_the_weights_of_passes_is_refused(train):
 
 
 def survivors_means(model, rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean entropy and the mean log-prob of the survivors' tokens, row by row, with gradients."""
-    entropies = []
-    log_probs = []
-    survivors = torch.nonzero(rollouts.advantages)[:, 0].tolist()
-    assert 0 < len(survivors) < len(rollouts)
-    for row in survivors:
-        prompt = rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()]
-        completion = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()]
-        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        entropies.append(torch.distributions.Categorical(logits=logits).entropy())
-        log_probs.append(logits.log_softmax(dim=-1).gather(1, completion[:, None]).flatten())
-    return torch.cat(entropies).mean(), torch.cat(log_probs).mean()
+    """The mean entropy and the mean log-prob of the survivors' tokens, with gradients."""
+    survivors = rollouts.advantages != 0
+    assert survivors.any() and not survivors.all()
+    own = rollouts.completion_mask.bool() & survivors[:, None]
+    found = reference.distributions(model, rollouts)
+    return found.entropy()[own].mean(), found.log_prob(rollouts.completion_ids)[own].mean()
 
 
 @pytest.mark.parametrize(("loss_type", "budget"), [("dapo", None), ("grpo", 30), ("bnpo", 4000)])
