@@ -134,37 +134,37 @@ def test_formulas_and_programs_are_shown_as_they_are(server):
 
 
 ANSWER = '{"explanation": "a", "score": 7}'
-TOO_LONG = {
-    "OpenAI": "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.",
-    "vLLM": "The decoder prompt (length 9000) is longer than the maximum model length of 8192.",
-    "SGLang": "The input (9000 tokens) is longer than the model's context length (8192 tokens).",
-    "llama.cpp": "the request exceeds the available context size, try increasing it",
-}
-FILTERED = {
-    "OpenAI's filter": {"code": "invalid_prompt", "message": "Your prompt was flagged. Please try again."},
-    "Azure's filter": {"code": "content_filter", "message": "The response was filtered.", "status": 400},
-}
-UNJUDGEABLE = {
-    "refused": chat(ANSWER, refusal="I cannot judge that."),
-    "filtered": chat(ANSWER, finish_reason="content_filter"),
-    "cut off": chat(ANSWER, finish_reason="length"),
-    **{name: (400, {"error": {"message": text}}) for name, text in TOO_LONG.items()},
-    **{name: (400, {"error": error}) for name, error in FILTERED.items()},
-    "too large": (413, {}),
-}
+TOO_LONG = [
+    "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.",  # OpenAI
+    "The decoder prompt (length 9000) is longer than the maximum model length of 8192.",  # vLLM
+    "The input (9000 tokens) is longer than the model's context length (8192 tokens).",  # SGLang
+    "the request exceeds the available context size, try increasing it",  # llama.cpp
+]
+FILTERED = [
+    {"code": "invalid_prompt", "message": "Your prompt was flagged. Please try again."},  # OpenAI's filter
+    {"code": "content_filter", "message": "The response was filtered.", "status": 400},  # Azure's filter
+]
+UNJUDGEABLE = [
+    chat(ANSWER, refusal="I cannot judge that."),  # refused
+    chat(ANSWER, finish_reason="content_filter"),  # filtered
+    chat(ANSWER, finish_reason="length"),  # cut off
+    *((400, {"error": {"message": text}}) for text in TOO_LONG),
+    *((400, {"error": error}) for error in FILTERED),
+    (413, {}),  # too large
+]
 
 
 def test_who_cannot_be_judged_gets_a_score_that_is_not_kept(server, caplog):
     judge, kind, strict = (made(server, on_refusal=score) for score in (0.0, 0.25, None))
-    for fault, answer in UNJUDGEABLE.items():
+    for answer in UNJUDGEABLE:
         server.reset(lambda request, answer=answer: answer)
         for number in range(2):
-            score, _, why = ask(judge, fault)
-            assert score == 0.0 and why.startswith(("The judge", "The request is too long")), fault
-            assert len(server.requests) == number + 1, fault
-        assert ask(kind, fault)[0] == 0.25, fault
+            score, _, why = ask(judge)
+            assert score == 0.0 and why.startswith(("The judge", "The request is too long")), answer
+            assert len(server.requests) == number + 1, answer
+        assert ask(kind)[0] == 0.25, answer
         with pytest.raises(JudgeError):
-            ask(strict, fault)
+            ask(strict)
     assert caplog.text.count("on_refusal=0.0") == 1
 
 
@@ -196,40 +196,39 @@ def test_a_server_on_this_machine_is_asked_past_a_proxy(server, monkeypatch):
 
 # ---------------------------------------------------------------------------------------- what counts as an answer
 
-# What the client raises.
-FAULTS = {
-    "a rate limit": ((429, {"error": {"message": "slow down"}}), openai.RateLimitError),
-    "a proxy's error": ((503, "<html>busy</html>"), openai.InternalServerError),
-    "a lost connection": ("hangs up", openai.APIConnectionError),
-    "a request refused": ((400, {"error": {"message": "too long"}}), openai.BadRequestError),
-}
-PASSING = [*FAULTS][:3]
-NO_JUDGEMENTS = {
-    "no JSON at all": "<html>hello</html>",
-    "no choice": chat("{}", choices=0),
-    "a null message": {**says(7), "choices": [{"index": 0, "finish_reason": "stop", "message": None}]},
-    "null": chat(None),
-    "no score": chat('{"explanation": "a"}'),
-    "one key more": chat('{"explanation": "a", "score": 7, "grade": 7}'),
-    "too high": says(11),
-    "a float": says(7.0),
-    "an explanation that is none": says(7, 7),
-}
-FAULTS |= {name: (answer, JudgeError) for name, answer in NO_JUDGEMENTS.items()}
+NO_JUDGEMENTS = [
+    "<html>hello</html>",  # no JSON at all
+    chat("{}", choices=0),  # no choice
+    {**says(7), "choices": [{"index": 0, "finish_reason": "stop", "message": None}]},  # a null message
+    chat(None),  # null
+    chat('{"explanation": "a"}'),  # no score
+    chat('{"explanation": "a", "score": 7, "grade": 7}'),  # one key more
+    says(11),  # too high
+    says(7.0),  # a float
+    says(7, 7),  # an explanation that is none
+]
+# answer → what is raised, and after how many requests
+FAULTS = [
+    ((429, {"error": {"message": "slow down"}}), openai.RateLimitError, 3),
+    ((503, "<html>busy</html>"), openai.InternalServerError, 3),  # of a proxy
+    ("hangs up", openai.APIConnectionError, 3),
+    ((400, {"error": {"message": "too long"}}), openai.BadRequestError, 1),
+    *((one, JudgeError, 1) for one in NO_JUDGEMENTS),
+]
 
 
 def test_what_is_no_judgement_is_an_error_and_what_may_pass_is_asked_again(server):
     """Two times at most: what passes by then is no error."""
     judge = made(server, on_refusal=None)
-    for fault, (answer, error) in FAULTS.items():
+    for answer, error, requests in FAULTS:
         server.reset(lambda request, answer=answer: answer if len(server.requests) % 6 != 0 else says(7))
         server.headers = {"retry-after-ms": "1"}
         with pytest.raises(error):
-            ask(judge, fault)
-        assert len(server.requests) == (3 if fault in PASSING else 1), fault
-        if fault not in PASSING:
+            ask(judge)
+        assert len(server.requests) == requests, answer
+        if requests == 1:
             server.answer = lambda request: says(7)
-        assert ask(judge, fault)[0] == 0.7, fault
+        assert ask(judge)[0] == 0.7, answer
 
 
 def test_a_server_that_does_not_answer(server):
