@@ -416,9 +416,11 @@ def test_what_is_wrong(box):
     check_all(check, WRONG)
 
 
-USES = {
-    "a signal to its tests": "import os\ndef f(): return os.kill(os.getppid(), 2) is None",
-    "threads, timers, an event loop": """
+USES = [
+    # a signal to its tests
+    "import os\ndef f(): return os.kill(os.getppid(), 2) is None",
+    # threads, timers, an event loop
+    """
 import asyncio, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 async def both():
@@ -432,7 +434,8 @@ def f():
     with ThreadPoolExecutor(1) as pool:
         return asyncio.run(both()) == 1 and list(pool.map(abs, [-1])) == [1]
 """,
-    "files and formats": """
+    # files and formats
+    """
 import gzip, mmap, os, shutil, sqlite3, tempfile, uuid, zipfile
 import numpy
 def f():
@@ -450,7 +453,8 @@ def f():
         os.chdir('..')
     return numpy.linalg.inv(numpy.eye(99)).sum() == 99
 """,
-    "processes of its own": """
+    # processes of its own
+    """
 import multiprocessing, os, subprocess, sys
 def f():
     with multiprocessing.Pool(1) as pool:
@@ -458,11 +462,11 @@ def f():
     os.system('true')
     return subprocess.run([sys.executable, '-S', '-c', 'print(1)'], capture_output=True, text=True).stdout == '1\\n'
 """,
-}
+]
 
 
 def test_what_is_right():
-    rows = [(program, "assert f()") for program in USES.values()] + [
+    rows = [(program, "assert f()") for program in USES] + [
         ("def sum(x): return x", "assert sum(1) == 1", "sum"),
         ("def code(x): return x", "assert code(1) == 1", "code"),
         ("def f(x): return x.keys()", "assert f({1: 2, (3, 4): 5}) == {1, (3, 4)}"),

@@ -95,14 +95,14 @@ def test_missing_is_not_zero(qwen, tokenizer):
 CLOSED = "\nThe answer is 9"
 OPEN = "</think>\n\nThe answer is 9"
 CHAT = "<|im_start|>assistant\n"
-THOUGHTS = {  # prompt, completion; as these models write them
-    "no thought": ("4 + 5 = ", "the sum is 9<|im_end|>"),
-    "Qwen3: the model opens it": (CHAT, "<think>\nthe 4 + 5\n</think>\n\n9<|im_end|>"),
-    "R1 distills: the prompt opens it": (CHAT + "<think>\n", "the 4 + 5\n</think>\n\n9<|im_end|>"),
-    "Qwen3 without thinking: the prompt closes it": (CHAT + "<think>\n\n</think>\n\n", "the 4 + 5 = 9<|im_end|>"),
-    "truncated": (CHAT, "<think>\nthe 4 < 5 > 3"),
-    "a second thought": (CHAT + "<think>", "4.</think>9? <think>4 + 5.</think>9<think>"),
-}
+THOUGHTS = [  # prompt, completion; as these models write them
+    ("4 + 5 = ", "the sum is 9<|im_end|>"),  # no thought
+    (CHAT, "<think>\nthe 4 + 5\n</think>\n\n9<|im_end|>"),  # Qwen3: the model opens it
+    (CHAT + "<think>\n", "the 4 + 5\n</think>\n\n9<|im_end|>"),  # R1 distills: the prompt opens it
+    (CHAT + "<think>\n\n</think>\n\n", "the 4 + 5 = 9<|im_end|>"),  # Qwen3 without thinking: the prompt closes it
+    (CHAT, "<think>\nthe 4 < 5 > 3"),  # truncated
+    (CHAT + "<think>", "4.</think>9? <think>4 + 5.</think>9<think>"),  # a second thought
+]
 
 
 def asked(request: ValueRequest, tokenizer, model, value: AnswerLogProbValue) -> list[str]:
@@ -137,12 +137,12 @@ def thinking_tokenizer(request, tokenizer):
 
 def test_a_thought_is_closed_where_it_is_open_and_nowhere_else(thinking_tokenizer, no_tree):
     """A force prompt of the user's is taken as it is."""
-    for name, texts in THOUGHTS.items():
+    for texts in THOUGHTS:
         prompt, completion = (tuple(thinking_tokenizer(text)["input_ids"]) for text in texts)
         boundaries = tuple(range(len(completion) + 1))
         ends = [len(thinking_tokenizer.decode(prompt + completion[:boundary])) for boundary in boundaries]
         request = ValueRequest(prompt, completion, boundaries, ("9",))
         found = asked(request, thinking_tokenizer, no_tree, AnswerLogProbValue())
-        assert found == [expected_text("".join(texts), end) for end in ends], name
+        assert found == [expected_text("".join(texts), end) for end in ends], texts
         found = asked(request, thinking_tokenizer, no_tree, AnswerLogProbValue("</think>="))
-        assert found == ["".join(texts)[:end] + "</think>=9" for end in ends], name
+        assert found == ["".join(texts)[:end] + "</think>=9" for end in ends], texts
