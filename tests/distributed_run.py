@@ -71,7 +71,7 @@ ON_DDP = pytest.mark.skipif(DEEPSPEED, reason="as without DeepSpeed, where a che
 SHARDED = pytest.mark.skipif(not (FSDP or ZERO3), reason="a head that is shared out")
 ONCE = pytest.mark.skipif(FSDP, reason="accelerate cannot train a model again that FSDP2 has sharded")
 # PyTorch cannot load the optimizer of an FSDP2 run if it has no state.
-WITH_STATE: dict[str, Any] = {"optimizer": "adamw_torch", "learning_rate": 1e-3} if FSDP else {}
+WITH_STATE = {"optimizer": "adamw_torch", "learning_rate": 1e-3} if FSDP else {}
 SAVED = {"save_strategy": "no" if DEEPSPEED else "steps", "save_steps": 3}
 Ends = dict[str, torch.Tensor]
 if DEEPSPEED:
@@ -179,7 +179,7 @@ class PlainPasses(DASHCallback):
 
 
 # name → (which of this rank's windows have no signal, settings of both trainers, settings of ours)
-TRLS: dict[str, tuple[Sequence[int], dict[str, Any], dict[str, Any]]] = {
+TRLS = {
     "dapo": ((), {}, {"share_prompts": False}),
     "grpo, token budget": ((), {"loss_type": "grpo", "max_steps": 2}, {"max_tokens_per_microbatch": 30}),
     "smoke: a rank keeps none": (ON_RANK_1, {"loss_type": "grpo", "max_steps": 2}, {}),
@@ -224,9 +224,9 @@ def test_each_rank_has_frequencies_of_its_own(train):
     train("longrope", expected=whole(trls), rollouts=rollouts[1], max_steps=3)
 
 
-@pytest.mark.parametrize("turns", [3 * RANK, 2 + RANK], ids=["a rank calls no tool", "other numbers of turns"])
+@pytest.mark.parametrize("turns", [3 * RANK, 2 + RANK])  # a rank calls no tool; other numbers of turns
 def test_the_update_with_tools_is_trls(train, turns):
-    settings: dict[str, Any] = {"in_process": True, "dataset": problems(64), "max_completion_length": LONGEST}
+    settings = {"in_process": True, "dataset": problems(64), "max_completion_length": LONGEST}
     settings |= {"more": {"tools": TOOLS}, "prepare": plays(RandomTurns(turns)), "loss_type": "dapo"}
     trl = train("tools", GRPOTrainer, **settings)
     dash = train("tools", expected=whole(trl), **settings)
@@ -278,7 +278,7 @@ def test_a_compiled_model(train, models, monkeypatch):
     """Packed passes of several samples; rank 1 runs dummies. (Under ZeRO-3 TRL's fused LM head cannot be compiled.)"""
     waits = []
     no_sync = DistributedDataParallel.no_sync
-    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "reward": NONE_ON_RANK_1}
+    settings = {"gradient_accumulation_steps": 2, "reward": NONE_ON_RANK_1}
     expected = whole(train("one layer", GRPOTrainer, **settings))
     monkeypatch.setattr(DistributedDataParallel, "no_sync", lambda model: waits.append(model) or no_sync(model))
     settings |= {"loaded": with_flash_stand_in(models["one layer"][0]), "max_tokens_per_microbatch": 100}
@@ -301,7 +301,6 @@ def test_a_compiled_model(train, models, monkeypatch):
             **SAVED,
         },
     ],
-    ids=["beta with dropped rows", "mini, by arrival"],
 )
 def test_the_update_is_that_of_all_ranks(train, settings):
     """Not TRL's, but one that ends."""
@@ -507,11 +506,10 @@ class SignalOnRank0(ScriptedReward):
 @pytest.mark.parametrize(
     ("reward", "most", "settings"),
     [
-        pytest.param(ScriptedReward(constant=0.6), 8, {"loss_type": "dapo"}, marks=ON_DDP),
-        (SignalOnRank0(constant=0.2), 8, {"loss_type": "grpo"}),
-        pytest.param(SignalOnRank0(constant=0.7), 2, {"loss_type": "dapo"}, marks=ON_DDP),
+        pytest.param(ScriptedReward(constant=0.6), 8, {"loss_type": "dapo"}, marks=ON_DDP),  # other verdicts
+        (SignalOnRank0(constant=0.2), 8, {"loss_type": "grpo"}),  # all signal on a rank
+        pytest.param(SignalOnRank0(constant=0.7), 2, {"loss_type": "dapo"}, marks=ON_DDP),  # not filled
     ],
-    ids=["other verdicts", "all signal on a rank", "not filled"],
 )
 def test_dynamic_sampling_has_trls_update(train, reward, most, settings):
     """On the groups of the window, which TRL's trainer gets as its dataset."""
@@ -527,8 +525,10 @@ def test_dynamic_sampling_has_trls_update(train, reward, most, settings):
 @ON_DDP
 @pytest.mark.parametrize(
     ("dataset", "settings", "epochs"),
-    [(prompts(37), {"steps_per_generation": 8, "max_steps": 5}, 1), (prompts(21).to_iterable_dataset(), {}, 0)],
-    ids=["a queue, within a window", "a stream, which both ranks read together"],
+    [
+        (prompts(37), {"steps_per_generation": 8, "max_steps": 5}, 1),  # a queue, within a window
+        (prompts(21).to_iterable_dataset(), {}, 0),  # a stream, which both ranks read together
+    ],
 )
 def test_rounds_of_prompts(train, output, dataset, settings, epochs):
     """A run goes on as uninterrupted. A rank may have more rows of a window than the other."""
@@ -557,29 +557,34 @@ def decoding(trainer: Any) -> None:
 
 
 OF_RANK_1 = "KeyError: 'of rank 1'"
-ALONE: dict[str, tuple[dict[str, Any], str]] = {
-    "events": ({"callbacks": [noting("on_rollouts_sampled", fail_on_rank_1)]}, OF_RANK_1),
-    "too few rewards": (
+ALONE = [  # settings, error
+    # events
+    ({"callbacks": [noting("on_rollouts_sampled", fail_on_rank_1)]}, OF_RANK_1),
+    # too few rewards
+    (
         {"reward": lambda prompts, **kwargs: [1.0] * (len(prompts) - RANK)},
         "RewardError: The reward function",
     ),
-    "rollout_func": ({"rollouts": lambda *arguments: fail_on_rank_1() or ScriptedRollouts()(*arguments)}, OF_RANK_1),
-    "generation": ({"in_process": True, "prepare": generating}, OF_RANK_1),
-    "decoding": ({"prepare": decoding}, OF_RANK_1),
-    "markers": (
+    # rollout_func
+    ({"rollouts": lambda *arguments: fail_on_rank_1() or ScriptedRollouts()(*arguments)}, OF_RANK_1),
+    # generation
+    ({"in_process": True, "prepare": generating}, OF_RANK_1),
+    # decoding
+    ({"prepare": decoding}, OF_RANK_1),
+    # markers
+    (
         {
             "callbacks": [ProcessRewardCallback(MonteCarloValue(1), markers=lambda text: None if RANK else [0])],
             "reward": ScriptedReward(constant=0.0),
         },
         "TypeError: 'NoneType'",
     ),
-}
+]
 
 
 @ON_DDP
-@pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_does_alone_fails_on_both(train, name):
-    settings, expected = ALONE[name]
+@pytest.mark.parametrize(("settings", "expected"), ALONE)
+def test_what_one_rank_does_alone_fails_on_both(train, settings, expected):
     with pytest.raises((KeyError, ValueError, TypeError) if RANK else RankFailed) as raised:
         train(**settings)
     assert f"{raised.typename}: {raised.value}".startswith(

@@ -1,6 +1,6 @@
 """Mistakes of users, and the errors that they get: a ValueError with value, reason and remedy, as early as possible.
 
-The rows of the tables: what the user passes, and part of the error message.
+A row of a table is what the user passes, and part of the error message.
 """
 
 import inspect
@@ -63,7 +63,7 @@ def checked(model, *, eval_dataset=None, train_dataset=None, **settings) -> None
 EACH_STEP = {"eval_strategy": "steps", "save_strategy": "steps"}
 AIPO = {"loss_type": "aipo"}
 DECOUPLED = {"loss_type": "decoupled_ppo"}
-SETTINGS: list[tuple[dict[str, Any], str]] = [
+SETTINGS = [
     ({"gradient_filter_threshold": -0.1}, "threshold=-0.1 is not at least 0: .* None keeps all"),
     ({"gradient_filter_threshold": float("nan")}, "nan is not at least 0"),
     ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0 is not at least 1"),
@@ -202,7 +202,7 @@ def of(*column) -> Dataset:
 
 NEITHER = "which is neither a text nor a conversation. Write it as"
 VIRTUAL = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+ARGUMENTS = [
     # virtual tokens
     ({"peft_config": VIRTUAL}, "PrefixTuningConfig: virtual tokens cannot be trained .* LoraConfig"),
     # TRL's config
@@ -584,7 +584,8 @@ def test_the_context_of_a_model():
 
 
 IDS = [[5], [6, 7]]
-ROLLOUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+# what a function returns, settings, part of the error message
+ROLLOUTS = [
     # a prompt without tokens
     ({"prompt_ids": [[], [4]]}, {}, "2 prompt_ids for 2 prompts, or an empty one"),
     # a completion too few

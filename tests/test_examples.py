@@ -9,7 +9,6 @@ import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import nbformat
@@ -280,7 +279,7 @@ DATA = ["--dataset_name", "own.jsonl"]
 THERE = ["--model_name_or_path", "model"]
 
 
-MISTAKES: list[tuple[Any, list[str], str]] = [
+MISTAKES = [  # script, its arguments, part of the error message
     # half a task
     (train_math, MODEL, "model_name_or_path='./nowhere' with dataset_name=None: give both"),
     (train_math, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),

@@ -1,7 +1,6 @@
 """The losses for old rollouts: against their formulas and autograd of these, through a run of the trainer."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, load, re
 
 NAN = math.nan
 BOUND = 1.5
-LOSSES: dict[str, dict[str, Any]] = {
+LOSSES = {
     "aipo": {"loss_type": "aipo", "aipo_delta": BOUND},
     "decoupled_ppo": {"loss_type": "decoupled_ppo", "vllm_importance_sampling_clip_max": BOUND},
 }

@@ -257,7 +257,7 @@ FSDP2 = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
-SCENARIOS: dict[Any, tuple[int, dict[str, str]]] = {  # → ranks, environment
+SCENARIOS = {  # → ranks, environment
     zero3_adapter: (2, ZERO3),  # first: the servers have the model of the adapter
     fsdp2: (2, FSDP2),
     killed: (2, {"ACCELERATE_USE_CPU": "true"}),
