@@ -14,9 +14,6 @@ from dash_trl.process_rewards import ESTIMATORS, CreditSettings, Rewards, batch_
 from tests import process_reference
 
 CHOSEN = CreditSettings(process_weight=1.3, scale_floor=0.1, lam=0.8)
-AS_FLOATS = {"process": 1.3, "floor": 0.1, "lambda": 0.8}
-# The defaults. Their floor is far below the spread of U here, which is that of the posts.
-POSTS = {"process": 1.0, "floor": 1e-4, "lambda": 0.95}
 
 
 def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0, gone: float = math.nan) -> list[dict]:
@@ -68,7 +65,11 @@ CREDIT = [name for name, estimator in ESTIMATORS.items() if estimator.credit]
 def test_estimators_are_their_definitions(name):
     """With V of about 1 and, with the defaults, with the U of about 0.03 of the post."""
     shapes = [(0, 2, 3), (1, 4, 4), (2, 5, 1), (3, 8, 5)]
-    ways = [(CHOSEN, AS_FLOATS, 1.0, math.nan), (CreditSettings(), POSTS, 0.1, -math.inf)]
+    ways = [
+        (CHOSEN, {"process": 1.3, "floor": 0.1, "lambda": 0.8}, 1.0, math.nan),
+        # The defaults. Their floor is far below the spread of U here, which is that of the posts.
+        (CreditSettings(), {"process": 1.0, "floor": 1e-4, "lambda": 0.95}, 0.1, -math.inf),
+    ]
     for (seed, group_size, groups), (settings, plain, scale, gone) in product(shapes, ways):
         rows = make_rows(seed, group_size * groups, scale=scale, gone=gone)
         rewards = as_rewards(rows, group_size)

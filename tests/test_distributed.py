@@ -5,7 +5,6 @@ The checks are in `distributed_run.py`. Importing torch and trl takes longer tha
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -25,12 +24,6 @@ CHOSEN = {
     "zero3": "not (window or dapo or iterations or credit_of or dynamic)",
     "fsdp2": "trls and (dapo or grpo or iterations or pipeline or untied or multimodal) or streamed or from_the_middle",
 }
-
-
-def check_saved(output: Path) -> None:
-    """What two ranks saved is one model, though ZeRO-3 and FSDP share its head out."""
-    _, found = AutoModelForCausalLM.from_pretrained(output / "saved", output_loading_info=True)
-    assert not found["missing_keys"] and not found["mismatched_keys"]
 
 
 @pytest.fixture
@@ -59,8 +52,10 @@ def test_smoke(backend, two_ranks):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks(backend, two_ranks, tiny_model, tmp_path):
+    """What two ranks saved is one model, though ZeRO-3 and FSDP share its head out."""
     two_ranks(backend, "-k", CHOSEN[backend])
-    check_saved(tmp_path)
+    _, found = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not found["missing_keys"] and not found["mismatched_keys"]
 
 
 @pytest.mark.exhaustive

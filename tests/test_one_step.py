@@ -10,14 +10,6 @@ from tests import reference
 from tests.doubles import odd
 from tests.tiny import Snapshots, assert_same_update, load, noting, refused
 
-SHAPES = {
-    "gradient_accumulation_steps": 2,
-    "max_completion_length": 6,
-    "max_steps": 4,
-    "in_process": True,
-    "async_level": 1,
-}
-
 
 class Scored(DASHCallback):
     """Tells by the number of a prompt that its rewards have come."""
@@ -36,7 +28,15 @@ class Scored(DASHCallback):
 def trained(train):
     def trained(*trainer_class, reward=odd, **settings):
         torch.manual_seed(0)
-        return train(*trainer_class, reward=RewardRunner(reward), **{**SHAPES, **settings})
+        shapes = {
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": 6,
+            "max_steps": 4,
+            "in_process": True,
+            "async_level": 1,
+            **settings,
+        }
+        return train(*trainer_class, reward=RewardRunner(reward), **shapes)
 
     return trained
 

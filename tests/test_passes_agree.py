@@ -28,8 +28,13 @@ from tests.tiny import assert_same_update, load, pad, prompts, run, save_tiny_mo
 WITHOUT_DROPOUT = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ORIGINAL = 24  # tokens; some rows are longer
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-LONG |= {"original_max_position_embeddings": ORIGINAL}
+LONG = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": ORIGINAL,
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
 MODELS = {
     "dynamic": (Qwen2ForCausalLM, None, {"max_position_embeddings": ORIGINAL, "rope_parameters": DYNAMIC}),
     "longrope": (Phi3ForCausalLM, Phi3Config(**SIZES, max_position_embeddings=96, rope_parameters=LONG), {}),
@@ -37,8 +42,6 @@ MODELS = {
     "other padding id": (CamembertForCausalLM, CamembertConfig(**{**SIZES, "pad_token_id": 1}, **WITHOUT_DROPOUT), {}),
 }
 MINI = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 8}
-ODD = {"steps_per_generation": 4, "gradient_accumulation_steps": 3, "max_steps": 4}
-MULTI = {"num_iterations": 2, "max_steps": 4}
 
 
 def saved(name: str, folder) -> str:
@@ -62,9 +65,9 @@ class Noting(NotingPasses):
     ("dtype", "settings"),
     [
         (None, MINI),
-        (None, ODD),
+        (None, {"steps_per_generation": 4, "gradient_accumulation_steps": 3, "max_steps": 4}),
         (None, {**MINI, "reward_pipeline": True}),
-        (torch.bfloat16, MULTI),
+        (torch.bfloat16, {"num_iterations": 2, "max_steps": 4}),
         (torch.bfloat16, {**MINI, "reward_pipeline": True}),
     ],
 )

@@ -118,7 +118,10 @@ def test_packages_of_an_environment_in_tmp(monkeypatch):
 def shown() -> str:
     """Shell commands that hide closed folders above Python and this checkout, and put these two into their place."""
     inside = {Path(sys.base_prefix): "/mnt/0", Path(sys.prefix): "/mnt/1", ROOT: "/mnt/2"}
-    closed = {path: next((top for top in reversed(path.parents) if not opened(top)), None) for path in inside}
+    closed = {
+        path: next((top for top in reversed(path.parents) if top.stat().st_mode & 0o005 != 0o005), None)
+        for path in inside
+    }
     hidden = [path for path in inside if closed[path]]
     return "".join(
         [
@@ -128,11 +131,6 @@ def shown() -> str:
             *(f"mkdir -p '{path}'; mount --bind {inside[path]} '{path}'; " for path in hidden),
         ]
     )
-
-
-def opened(folder: Path) -> bool:
-    """Whether other users may look into a folder."""
-    return folder.stat().st_mode & 0o005 == 0o005
 
 
 def said(script: str, *become: str) -> list[str]:

@@ -99,7 +99,6 @@ def test_table_8():
 
 
 MODEL = {"model_name_or_path": "model"}
-DATA = {"dataset_name": "own.jsonl"}
 FILE = {"completions": "rows.jsonl"}
 
 
@@ -111,7 +110,7 @@ def test_mistakes(own_folder, monkeypatch):
         # the file of completions, by datasets
         (FILE, [{"prompt": "p", "text": "t"}], r"\['completion'\] not in the dataset"),
         # the dataset
-        ({**MODEL, **DATA}, [], r"Row 0 lacks a solution \(an answer alone is none"),
+        ({**MODEL, "dataset_name": "own.jsonl"}, [], r"Row 0 lacks a solution \(an answer alone is none"),
     ]
     monkeypatch.setattr(sft, "SFTTrainer", None)
     for settings, rows, message in mistakes:

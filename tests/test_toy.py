@@ -17,8 +17,6 @@ from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_re
 from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, arithmetic_tokenizer, cached_model, toy_model
 from tests.tiny import assistant, refused, user
 
-LARGEST_TOTAL = 20
-END_OF_TURN = "<|im_end|>"
 SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1, num_heads=2)
 
 
@@ -64,7 +62,7 @@ def test_the_answers_are_python_s_and_totals_stay_in_the_range_that_the_model_ha
         problem = row["prompt"][0]["content"]
         assert re.fullmatch(r"\d([+-]\d){2,4}", problem)
         totals = [eval(problem[: match.end()], {"__builtins__": {}}) for match in re.finditer(r"\d", problem)]
-        assert 0 <= min(totals) and max(totals) <= LARGEST_TOTAL and str(totals[-1]) == row["answer"]
+        assert 0 <= min(totals) and max(totals) <= 20 and str(totals[-1]) == row["answer"]
 
 
 def test_the_reward_reads_the_last_answer():
@@ -100,7 +98,7 @@ def test_the_reloaded_tokenizer_is_the_same(small_model):
     assert loaded.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
         "<|im_start|>user\n1+2-3<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert (loaded.eos_token, loaded.pad_token, loaded.padding_side) == (END_OF_TURN, "<|endoftext|>", "left")
+    assert (loaded.eos_token, loaded.pad_token, loaded.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
     assert len(loaded) == len(made) == AutoModelForCausalLM.from_pretrained(small_model).config.vocab_size
 
 
@@ -189,12 +187,10 @@ def test_programs_pass_the_tests_of_their_problem_and_slip_at_the_given_rate():
 
 # ---------------------------------------------------------------------------------------------------------- the tools
 
-TOOL_TOKENIZER = CALCULATOR_LESSONS.tokenizer()
-
 
 @pytest.fixture
 def tool_tokenizer(tmp_path):
-    TOOL_TOKENIZER.save_pretrained(tmp_path)
+    CALCULATOR_LESSONS.tokenizer().save_pretrained(tmp_path)
     return AutoTokenizer.from_pretrained(tmp_path)
 
 
