@@ -223,9 +223,9 @@ def obstacle(model: Any, most: int) -> str | None:
     if given := [name for name in UNSERVED if getattr(adapter, name, None) not in (None, "none", False, [], {})]:
         return f"vLLM does not support an adapter with {', '.join(given)}"
     parts = (f".lora_A.{TRAINED}.", f".lora_B.{TRAINED}.")
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if others := [name for name in trained if not any(map(name.count, parts))]:
-        return f"other parameters are trained, too, such as {others[0]}"
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not any(map(name.count, parts)):
+            return f"other parameters are trained, too, such as {name}"
     if most < adapter.r:
         room = next(room for room in (1, 8, 16, 32, 64, 128, 256, 320, 512) if room >= adapter.r)  # vLLM's choices
         return (
