@@ -361,15 +361,12 @@ def evaluated_rewards(trainer: GRPOTrainer) -> Iterator[list[Tensor]]:
         columns[name] = deque([*trained.get(name, [None] * rows), *values][-rows:])
 
 
-def evaluated_figures(trainer: GRPOTrainer) -> dict[str, float]:
-    """Return TRL's figures of an evaluation, averaged as in TRL's `log`, and take them from the trainer.
-
-    NaN instead of TRL's None if no row has the figure: Transformers compares it with that of the best model.
-    """
+def evaluated_figures(trainer: GRPOTrainer) -> dict[str, float | None]:
+    """Return TRL's figures of an evaluation, averaged as in TRL's `log`, and take them from the trainer."""
     figures = trainer._metrics["eval"]
     valid = {name: [one for one in values if not math.isnan(one)] for name, values in figures.items()}
     figures.clear()
-    return {name: sum(values) / len(values) if values else math.nan for name, values in valid.items()}
+    return {name: sum(values) / len(values) if values else None for name, values in valid.items()}
 
 
 def restore_accelerate(trainer: GRPOTrainer) -> None:

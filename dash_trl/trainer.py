@@ -506,7 +506,8 @@ class DASHTrainer(GRPOTrainer):
         self.control.should_log |= logs
         if training:
             self.model_wrapped.train()
-        return metrics
+        # None, if no row was scored, cannot be compared with the figure of the best model.
+        return {name: math.nan if value is None else value for name, value in metrics.items()}
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Run TRL's evaluation, average rewards without rows that fill up the last batch, and add `eval_k` figures.

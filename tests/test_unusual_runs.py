@@ -275,7 +275,7 @@ def test_an_evaluation_without_a_scored_row_finds_no_best_model(train):
         metric_for_best_model="eval_reward",
         per_device_eval_batch_size=16,
     )
-    assert math.isnan(trainer.state.log_history[1]["eval_reward"]) and trainer.state.best_model_checkpoint is None
+    assert trainer.state.log_history[1]["eval_reward"] is None and trainer.state.best_model_checkpoint is None
 
 
 def test_what_cannot_be_saved_is_refused_before_the_first_step(train, tmp_path):

@@ -158,9 +158,9 @@ class FailureWatch:
         self._funcs = funcs
         self._names = names
         self.failed: dict[str, float] = {}
-        self._told: set[str] = set()  # functions whose first failure was logged
+        self._told = set[str]()  # functions whose first failure was logged
         self._first = True
-        self._in_a_row = [0] * len(self._funcs)  # numbers of batches in a row with failures and no score
+        self._in_a_row = [0] * len(funcs)  # numbers of batches in a row with failures and no score
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
         """Unscore the failed rows of a batch.
