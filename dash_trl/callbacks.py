@@ -111,7 +111,7 @@ class DASHCallback(TrainerCallback):
 
 
 def dash_callbacks(handler: Any) -> dict[str, DASHCallback]:
-    """Return the `DASHCallback`s of Transformers' callback handler, in the order in which they are called, by name.
+    """Return the `DASHCallback`s of Transformers' callback handler by name, in order.
 
     The first callback of a class `Name` is `Name`, the second one `Name#2`, …
     """

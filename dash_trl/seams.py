@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # - `transformers.trainer.rotate_checkpoints`, in `DASHTrainer._save_checkpoint`, until Transformers calls it in a
 #   method of its own (5.17: in `_save_checkpoint`, before our list of the checkpoint's files is written).
 # An evaluation's `_calculate_rewards` is wrapped on the instance, because a user's subclass may override the method.
-_told: set[str] = set()  # special tokens that `_tell_what_vanishes` has warned of
+_told = set[str]()  # special tokens that `_tell_what_vanishes` has warned of
 
 
 @contextmanager

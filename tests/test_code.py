@@ -268,6 +268,17 @@ class S(str): pass
 def f(): return [S('a')]
 ---
 assert f() == ['a']
+## a loop until the program ends it
+class Q:
+    def __init__(self): self.items = [1, 2]
+    def is_empty(self): return not self.items
+    def pop(self): return self.items.pop()
+---
+q = Q()
+found = []
+while not q.is_empty():
+    found.append(q.pop())
+assert found == [2, 1]
 ## an instance and its attributes
 class A:
     def __init__(self, x): self.x = x

@@ -69,7 +69,7 @@ class Collector:
         self._pad_token_id = self.host._tokenizer.pad_token_id
         self._ahead = RunAhead(windows_ahead(self.host))
         self._numbers = count()  # the numbers of generation batches
-        self._announced: deque[Prompts] = deque()  # for each window that has not begun: the prompts of its first round
+        self._announced = deque[Prompts]()  # for each window that has not begun: the prompts of its first round
         self._empty_windows = EmptyWindows()
 
     def window(

@@ -65,7 +65,7 @@ class DynamicSampling:
         return min(math.ceil(missing / share / self.ranks), self.groups, allowed)
 
     def note(self, signal: Tensor, rounds: int) -> dict[str, float]:
-        """Update the running average after a window is complete, and return its figures. `signal` is as in `next`."""
+        """Update the running average after a window is complete, and return its figures."""
         found = int(signal.sum())
         self.share += SMOOTHING * (found / signal.numel() - self.share)
         return {

@@ -67,7 +67,7 @@ class WindowLog:
         # Number of consecutive windows on whose rows tools or environments all failed. The run ends at `BROKEN_AFTER`,
         # or at once if the first window fails, as with reward functions.
         self._failed_in_a_row = BROKEN_AFTER - 1
-        self._columns: set[str] = set()  # columns that were logged in the earlier rounds of a window
+        self._columns = set[str]()  # columns that were logged in the earlier rounds of a window
 
     def sampled(self, batches: Sequence[Sampled], truncated: Tensor) -> None:
         """Log the figures of a window that do not need rewards: numbers of tokens, truncated rows and tool calls.

@@ -81,7 +81,7 @@ class Rewards:
         self._own = [func for func in self.functions if isinstance(func, RunnerReward)]
         for func in self._own:
             func.runner.ranks = self._ranks.count
-        self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
+        self._begun = weakref.WeakSet[Request]()
         others = [func for func in self.functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         all_run = bool(others) and all(isinstance(one, RunnerReward) for one in others)
         self.start_early &= all_run

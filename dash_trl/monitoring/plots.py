@@ -81,7 +81,7 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
     """
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axis = figure.subplots()
-    ks: set[int] = set()
+    ks = set[int]()
     for name, figures in models.items():
         points = sorted((int(k), *interval) for k, interval in figures["pass_at"].items() if None not in interval)
         if not points:

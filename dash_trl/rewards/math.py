@@ -205,7 +205,7 @@ class MathAccuracyReward:
     def __init__(self, *, timeout: float = TIMEOUT, workers: int | None = None):
         self.timeout = timeout
         self.workers = workers or default_workers()
-        self._told: set[type] = set()
+        self._told = set[type]()
 
     def math_accuracy(self, completion: object, answer: object) -> float:
         """Score one completion. `reward_pipeline` takes this method as the reward function."""

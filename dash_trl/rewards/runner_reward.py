@@ -47,7 +47,7 @@ class Request:
         self._functions_left = [len(self.outcomes)] * self.groups
         self._calls: list[Future[Any]] = []
         self._lock = threading.Lock()
-        self._complete: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._complete = queue.SimpleQueue[int | BaseException]()
         self._error: BaseException | None = None
 
     def start(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -153,7 +153,7 @@ class RunnerReward(WatchedReward):
         self.known: Request | None = None
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
         # length, so after the first batch with a text note, its column is written for every later batch, too.
-        self._texts: set[str] = set()
+        self._texts = set[str]()
 
     # ------------------------------------------------------------------------------------------------ calls
 

@@ -60,7 +60,7 @@ class PromptQueue:
         self._windows: dict[int, QueuedRows] = {}  # window → its first rows, from the window in use on
         self._to_read_again: dict[int, list[Place]] = {}  # window of a checkpoint → places of its prompts
         self._source: Iterator[Rows] | None = None
-        self._read: deque[Rows] = deque()  # prompts that were read but not handed out, G rows each
+        self._read = deque[Rows]()  # prompts that were read but not handed out, G rows each
 
     def read(self, count: int, *, micro_step: int, state: Any) -> Iterator[Rows]:
         """Return, for each micro-step of the optimizer step that begins, the first rows of its window.

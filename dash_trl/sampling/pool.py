@@ -72,7 +72,7 @@ class ServerPool:
         self.fleet = Fleet(self.urls, ranks)
         self.retried = 0
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
-        self._batches: set[Batch] = set()
+        self._batches = set[Batch]()
         self._watcher: asyncio.Task[None] | None = None
         self._error: Exception | None = None  # of a check; it ends all jobs
         self._wake = asyncio.Event()
@@ -80,7 +80,7 @@ class ServerPool:
         self._weights_sent.set()
         self._usable = -math.inf  # when a server was last usable, or given weights
         self._checks: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may outlive a batch
-        self._refitting: set[str] = set()  # URLs of servers whose check gives them weights
+        self._refitting = set[str]()  # URLs of servers whose check gives them weights
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
         self._servers: dict[str, VLLMServer] = {url: VLLMServer(url, session, request_timeout) for url in self.urls}

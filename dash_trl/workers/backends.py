@@ -265,7 +265,7 @@ class ThreadCalls(Backend):
     """
 
     def _open(self) -> None:
-        self._hanging: set[Future[Any]] = set()  # calls that continue although nobody waits for them
+        self._hanging = set[Future[Any]]()  # calls that continue although nobody waits for them
 
     async def _made(self, call: Call) -> Any:
         if len(self._hanging) >= MOST_HANGING:

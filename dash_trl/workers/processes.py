@@ -86,7 +86,7 @@ class _Manager(PoolManager):
 
     def __init__(self, *contexts: Any):
         super().__init__(*contexts)
-        self._expired: deque[tuple[int, int]] = deque()
+        self._expired = deque[tuple[int, int]]()
 
     def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
         self._expired.append(expiration)
@@ -154,7 +154,7 @@ class ProcessCalls(Backend):
         # Workers load the functions before their first call, so this time does not count towards a timeout.
         self._pool = ProcessPool(self._workers, initializer=_begin, initargs=(*self._started_with, os.getpid()))
         self._pool._pool_manager = _Manager(self._pool._context, _Context())
-        self._futures: set[Future[bytes]] = set()
+        self._futures = set[Future[bytes]]()
         # A process that `multiprocessing` has started runs no other finalizers, and waits for its children. At 0, the
         # locks of the workers are removed.
         Finalize(self._pool, _end, (weakref.ref(self._pool),), exitpriority=1)

@@ -37,6 +37,7 @@ class RayCalls(Backend):
         _connect()
         import ray
 
+        self._ray = ray
         self._functions = functions
         self._task = ray.remote(max_retries=RETRIES)(_make)
         self._packed = [ray.put(packed)]  # in a list, because Ray would fetch an argument for each task
@@ -47,9 +48,7 @@ class RayCalls(Backend):
         try:
             outcome = await task
         except asyncio.CancelledError:
-            import ray
-
-            ray.cancel(task, force=True)
+            self._ray.cancel(task, force=True)
             raise
         except Exception as lost:
             raise WorkerDied(f"Ray lost its task: {type(lost).__name__}: {getattr(lost, 'cause', lost)}") from None
