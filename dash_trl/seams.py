@@ -247,16 +247,12 @@ def add_end_tokens(trainer: GRPOTrainer, ids: Iterable[int]) -> None:
     trainer.eos_token_ids = [*dict.fromkeys([*trainer.eos_token_ids, *ids])]  # a new list: the model may own the old
 
 
-def generate_options(model: PreTrainedModel, generation_config: GenerationConfig) -> GenerationConfig:
-    """Return the options with which `generate` runs: the model's own where `generation_config` leaves some out."""
-    return model._prepare_generation_config(generation_config)[0]
+def generate_options(model: PreTrainedModel, config: GenerationConfig) -> tuple[GenerationConfig, list[str]]:
+    """Return the options with which `generate` runs, and the processors by which it samples from another distribution.
 
-
-def sampling_changes(model: PreTrainedModel, config: GenerationConfig) -> list[str]:
-    """Return the names of processors with which `generate` samples from another distribution than the model's.
-
-    `config` is the result of `generate_options`, and is changed.
+    Where `config` leaves options out, they are the model's own. Processors are named by their classes.
     """
+    config = model._prepare_generation_config(config)[0]
     model._prepare_special_tokens(config)
     # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
     config.temperature = None
@@ -266,7 +262,7 @@ def sampling_changes(model: PreTrainedModel, config: GenerationConfig) -> list[s
         config.suppress_tokens = None  # TRL's, for a multimodal model, which hardly ever writes it
     ids = torch.zeros(1, 1, dtype=torch.long)
     processors = model._get_logits_processor(config, input_ids_seq_length=1, encoder_input_ids=ids)
-    return [type(one).__name__ for one in processors]
+    return config, [type(one).__name__ for one in processors]
 
 
 def sync_weights(trainer: GRPOTrainer) -> None:

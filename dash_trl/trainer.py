@@ -278,7 +278,7 @@ class DASHTrainer(GRPOTrainer):
         seams.to_training_mode(self)
         run = self._run
         passes = 0
-        losses_before = self._run.pass_metrics.passes
+        losses_before = run.pass_metrics.passes
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
         for one, is_last in run.micro_steps.inputs(self._step, inputs):

@@ -519,7 +519,7 @@ def test_dynamic_sampling_has_trls_update(train, reward, most, settings):
     dash = train(expected=whole(trl), rollouts=ByPrompt(), max_num_gen_batches=most, **settings)
     log = dash.state.log_history[0]
     assert agreed(log["dynamic_sampling/sampled"]) and log["dynamic_sampling/rounds"] > 1
-    assert (log["dynamic_sampling/filled"] == 1.0) == (most == 8)
+    assert (log["dynamic_sampling/filled"] >= 1.0) == (most == 8)
 
 
 @ON_DDP

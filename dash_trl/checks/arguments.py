@@ -13,7 +13,7 @@ from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_batch, check_dataset
 from dash_trl.config import DASHConfig
 from dash_trl.rewards import RunnerReward, form_of, is_reward_model
-from dash_trl.seams import generate_options, sampling_changes
+from dash_trl.seams import generate_options
 from dash_trl.update import OFF_POLICY_LOSSES
 
 logger = logging.getLogger(__name__)
@@ -188,14 +188,14 @@ def check_generate(model: PreTrainedModel, generation_config: GenerationConfig, 
     `exact` is True if older weights sample. Then options such as `top_p`, which change the model's distribution, raise
     an error, too. Otherwise they only give a warning.
     """
-    options = generate_options(model, generation_config)
+    options, changes = generate_options(model, generation_config)
     for name, (usable, remedy) in GENERATE.items():
         if (value := getattr(options, name)) != usable:
             raise ValueError(
                 f"{name}={value!r} cannot be used in training. {remedy}, and take {name} out of generation_kwargs, or "
                 "of the model's generation config."
             )
-    if changes := sampling_changes(model, options):
+    if changes:
         said = (
             f"transformers' generate would sample from another distribution than the model's: {changes}. A correction "
             "needs the log-probs of that distribution, but generate does not report them. Leave the options out that "

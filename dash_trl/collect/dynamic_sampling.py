@@ -71,8 +71,7 @@ class DynamicSampling:
         return {
             "dynamic_sampling/rounds": rounds,
             "dynamic_sampling/sampled": signal.numel() / self.room,
-            "dynamic_sampling/filled": min(found / self.room, 1.0),
-            "dynamic_sampling/surplus": max(found / self.room - 1.0, 0.0),
+            "dynamic_sampling/filled": found / self.room,
         }
 
 

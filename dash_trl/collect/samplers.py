@@ -258,11 +258,10 @@ class OnServers(Sampler):
         return self._of_turns(conversations, [row], torch.tensor([[versions[0], versions[-1]]]))
 
     def log(self) -> None:
-        """Log the healthy servers as the main process counts them, and the retries and waiting groups of all ranks."""
-        pool = self._pool
-        retried, queued = self._host.ranks.sum(torch.tensor([pool.retried, len(pool.fleet.waiting)])).tolist()
-        self._host.recorder.log({"servers/healthy": len(pool.fleet.current()), "async/queued_groups": queued})
-        self._host.recorder.total("servers/retried_requests", retried)
+        """Log the healthy servers as the main process counts them, and the retries of all ranks."""
+        recorder = self._host.recorder
+        recorder.log({"servers/healthy": len(self._pool.fleet.current())})
+        recorder.total("servers/retried_requests", self._host.ranks.sum(torch.tensor(self._pool.retried)).item())
 
     def forget(self) -> None:
         self._pool.cancel()  # first, because requests that end fill `_arrived`

@@ -27,6 +27,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg, HfArgumentParser
+from trl import maybe_apply_chat_template
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
 from dash_trl.evaluation.figures import Rows, comparison, differences, figures_of, table
@@ -235,7 +236,9 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
         problems = [arguments.problems(chat=one.tokenizer.chat_template is not None) for one in found]
         reward.check_columns(problems[0].column_names)
         # The user sees a wrong template here. In the figures it only looks like a weak model.
-        print(f"first prompt: {str(problems[0][0]['prompt'])[:500]!r}")
+        options: Any = arguments.chat_template_kwargs or {}
+        shown = maybe_apply_chat_template({"prompt": problems[0][0]["prompt"]}, found[0].tokenizer, **options)
+        print(f"first prompt:\n{shown['prompt'][:500]}\n")
         folder.mkdir(parents=True, exist_ok=True)
         for label, checkpoint, rows in zip(names, found, problems, strict=True):
             samples = _sample(label, checkpoint, rows, reward, arguments)
