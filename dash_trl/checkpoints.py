@@ -40,8 +40,7 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     if found is None:
         raise ValueError(
             f"resume_from_checkpoint={value!r} names no whole checkpoint of its run: {'; '.join(reasons)}. Name "
-            "another checkpoint, or leave it out, to begin anew. A checkpoint that you have changed is not checked "
-            f"without its {manifest.LIST}."
+            "another checkpoint, or leave it out, to begin anew."
         )
     if reasons:
         logger.warning(f"The run goes on from {found}, not from a later one: {'; '.join(reasons)}.")
@@ -87,7 +86,7 @@ def check_weights(checkpoint: str, adapters: Mapping[str, Any]) -> None:
     if any(Path(checkpoint).rglob(other)):
         raise ValueError(
             f"{checkpoint} has the weights of {said}. Resume with the options of PEFT with "
-            f"which the checkpoint was saved, or begin a new run with its weights: model_name_or_path={checkpoint}."
+            "which the checkpoint was saved, or begin a new run with its weights (docs/howto/lora.md)."
         )
 
 
@@ -117,7 +116,10 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     Raises:
         ValueError: if the checkpoint is of another optimizer, whose settings have other names.
     """
-    remedy = f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
+    remedy = (
+        f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}, or, of an adapter, "
+        "PeftModel.from_pretrained(..., is_trainable=True)."
+    )
     said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
     then = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").max_steps
     if then != max_steps:

@@ -63,7 +63,7 @@ class Scripted:
 
 
 def _ids(draw: random.Random, length: int) -> list[int]:
-    return [draw.randrange(10, 256) for _ in range(length)]
+    return [draw.randrange(100, 256) for _ in range(length)]  # those before are special tokens of some models
 
 
 def begin_counting() -> profile:

@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 import re
+import warnings
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import get_type_hints
@@ -209,6 +210,8 @@ class DASHConfig(GRPOConfig):
             self.vllm_mode = "server"
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and computes_bf16()
+        # TRL 1.16 uses names that transformers has replaced, here and in each step.
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
         super().__post_init__()
         for name in ("output_dir", "vllm_weight_dir"):  # a reward function may change the current folder
             if (path := getattr(self, name)) is not None:

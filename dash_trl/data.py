@@ -278,7 +278,7 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
     except ValueError as error:
         raise ValueError(
             f"{source!r} has no split {split!r} ({error}): choose one of {list(splits)}, or a part of one, such as "
-            f"'{next(iter(splits))}[:100]' (of the commands' flags, --dataset_test_split and --dataset_train_split)."
+            f"'{next(iter(splits))}[:100]' (flags: --dataset_train_split, --dataset_test_split)."
         ) from error
     return concatenate_datasets([splits[one.splitname].select(range(one.from_, one.to)) for one in ranges])
 

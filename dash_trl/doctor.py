@@ -76,6 +76,7 @@ def update(name: str, given: argparse.Namespace, options: Sequence[str]) -> str:
     import dash_trl.trainer
     from dash_trl.comparison import Scripted, compare_update
 
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of a rollout_func, which is not the user's
     (model,) = HfArgumentParser(ModelConfig).parse_args_into_dataclasses(["--model_name_or_path", name, *options])
     script = Scripted(
         constant=1 / 4, rows=given.rows, longest=given.completion_tokens, prompt_tokens=given.prompt_tokens
@@ -119,7 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             cause: BaseException = error
             while cause.__cause__ is not None:  # transformers says only what it could not import
                 cause = cause.__cause__
-            print(f"  no   {what}: {type(cause).__name__}: {cause}")
+            remedy = (
+                ": torchvision does not fit torch. Install both by one command" if "torchvision" in str(cause) else ""
+            )
+            print(f"  no   {what}: {type(cause).__name__}: {cause}{remedy}")
             works &= what != "training" and not what.startswith("an update")
     for name, use in PACKAGES.items():
         found = installed(name)

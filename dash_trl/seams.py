@@ -183,10 +183,12 @@ def use_own_generator(dataloader: Any, seed: int) -> None:
 def begin_accelerate(args: TrainingArguments) -> None:
     """Let accelerate forget other trainers, and let a run on CPUs train on the device "cpu".
 
-    Several processes would train on "cpu:0", which `torch.load` of an optimizer does not know.
+    Several processes would train on "cpu:0", which `torch.load` of an optimizer does not know. Only for a GPU is memory
+    pinned.
     """
     AcceleratorState._reset_state()
     if args.device.type == "cpu":
+        args.dataloader_pin_memory = False
         args.distributed_state.device = vars(args)["_setup_devices"] = torch.device("cpu")
 
 

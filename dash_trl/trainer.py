@@ -9,7 +9,6 @@ all ranks.
 
 import math
 import time
-import warnings
 from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
@@ -24,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel, Trainer
 from transformers.trainer_utils import rotate_checkpoints, unwrap_peft_model
 from trl import GRPOTrainer
 
-from dash_trl import checks, seams
+from dash_trl import checks, manifest, seams
 from dash_trl.callbacks import call_event, dash_callbacks
 from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared
 from dash_trl.collect import Rounds, reward_figures
@@ -107,8 +106,6 @@ class DASHTrainer(GRPOTrainer):
                 trust_remote_code=args.trust_remote_code,
             )
         seams.begin_accelerate(args)
-        # TRL 1.16 calls methods that transformers has renamed, in each step.
-        warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
         # TRL's client for servers needs CUDA: hide the servers here; `install` below adds ours.
         hidden = {"use_vllm": False} if args.names_servers else {}
         with seams.with_settings(args, hidden), seams.reference_of(model):
@@ -178,9 +175,11 @@ class DASHTrainer(GRPOTrainer):
             return super().train(found, *args, **kwargs)
         except KeyboardInterrupt:  # whose traceback has hundreds of lines
             state = self.state
+            last, _ = manifest.find(Path(self.args.output_dir))
             raise KeyboardInterrupt(
-                f"stopped after step {state.global_step} of {state.max_steps}. train(resume_from_checkpoint=True) goes "
-                "on from the last checkpoint, train() begins a new run with the weights of now."
+                f"stopped after step {state.global_step} of {state.max_steps}. train(resume_from_checkpoint=True) "
+                + (f"goes on from {last.name}" if last else "needs a checkpoint, and none is saved (save_steps)")
+                + ", train() begins a new run with the weights of now."
             ) from None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -441,8 +440,9 @@ class DASHTrainer(GRPOTrainer):
             seams.name_folders(Path(self.args.output_dir, "README.md"), self.model.name_or_path)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does; the last log, of the whole run, without the completions of the log before it."""
-        ends = {"log_completions": False} if "train_runtime" in logs else {}
+        """Log as TRL does, but the completions of a step only once: the log of the whole run comes after the step's."""
+        logged = "train_runtime" in logs and self.state.log_history[-1:]
+        ends = {"log_completions": False} if logged and logged[0]["step"] == self.state.global_step else {}
         with seams.with_settings(self, ends):
             super().log(logs, start_time)
 

@@ -109,12 +109,8 @@ def figures(rows):
         "process/value_first": [row["at_boundaries"][0] for row in asked if not math.isnan(row["at_boundaries"][0])],
         "process/value_last": [row["at_boundaries"][-1] for row in asked if not math.isnan(row["at_boundaries"][-1])],
         "process/structured_rows": [len(row["utilities"]) > 1 and bends(row["credit"]) for row in valued],
-        "advantage/mean": [value for row in rows for value in row["credit"]],
-        "advantage/mean_outcome_only": [row["advantage"] for row in rows for _ in row["credit"]],
     }
-    means = {name: mean(sample) for name, sample in samples.items() if sample}
-    spread = {name: sample for name, sample in samples.items() if name.startswith("advantage/") and len(sample) > 1}
-    return means | {name.replace("mean", "std"): deviation(sample) for name, sample in spread.items()}
+    return {name: mean(sample) for name, sample in samples.items() if sample}
 
 
 def bends(values):

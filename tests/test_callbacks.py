@@ -180,30 +180,38 @@ def test_each_log_is_in_the_file_once(train, tmp_path, monkeypatch):
     assert len(steps[0]) == 3 and all(log in steps[0] for log in steps[1])
 
 
-class Table(NotebookProgressCallback):
-    """Keeps the lines of its table, and ends the run as the stop button of a notebook does."""
+class Stops(TrainerCallback):
+    """Ends the run as the stop button of a notebook does, and a second time while the curves are drawn."""
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.lines = self.training_tracker.inner_table
         if state.global_step == 3:
             raise KeyboardInterrupt
 
 
 def test_a_notebook_shows_the_rewards_and_the_curves_also_after_an_interrupt(train, tmp_path, capsys, request):
-    table = Table()
     shell = InteractiveShell.instance()
     request.addfinalizer(InteractiveShell.clear_instance)
-    shell.user_ns["begin"] = lambda: train(prepare=lambda one: (one.add_callback(table), monitor(one)), max_steps=2)
+
+    def prepare(trainer):
+        trainer.add_callback(NotebookProgressCallback)
+        monitor(trainer)
+        monitor(trainer)  # the cell runs again
+
+    settings = {"max_steps": 2, "logging_steps": 10, "callbacks": [Stops()], "eval_strategy": "no"}
+    shell.user_ns["begin"] = lambda: train(prepare=prepare, **settings)
     shell.run_cell("trainer = begin()").raise_error()
     trainer = shell.user_ns["trainer"]
-    log = trainer.state.log_history[0]
-    names = ("step", "loss", "reward", "filter/kept_rows", "completions/mean_length", "step_time")
-    assert table.lines[0] == ["Step", "Training Loss", "Reward", "Kept", "Mean length", "Seconds per step"]
-    assert table.lines[1] == [log[name] for name in names]
+    (table,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, NotebookProgressCallback)]
     assert capsys.readouterr().out.count("IPython.core.display.Image") == 1
+    assert [log["step"] for log in read_rows(tmp_path / "metrics.jsonl")] == [2], "no line twice"
     trainer.args.max_steps = 4
+    trainer.state.logging_steps = trainer.args.logging_steps = 1
     stopped = shell.run_cell("trainer.train()").error_in_exec
     assert "stopped after step 3 of 4" in str(stopped) and stopped.__suppress_context__
+    titles, *lines = table.training_tracker.inner_table
+    names = ("step", "reward", "filter/kept_rows", "completions/mean_length", "step_time")
+    assert titles == ["Step", "Reward", "Kept", "Mean length", "Seconds per step"]
+    assert lines == [[log[name] for name in names] for log in trainer.state.log_history] and len(lines) == 3
     assert "<td>3</td>" in table.training_tracker.html_code, "a line is shown with its step, not with the next"
     assert capsys.readouterr().out.count("IPython.core.display.Image") == 1
-    assert len(read_rows(tmp_path / "metrics.jsonl.old")) == 3
+    assert len(read_rows(tmp_path / "metrics.jsonl.old")) == 1

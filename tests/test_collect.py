@@ -41,6 +41,16 @@ def test_a_column_with_a_value_for_some_rows_only(train):
     assert re.search(r"log_extra\('note'\) got 1 values for 16 completions", said)
 
 
+def test_the_last_window_s_completions_are_written_once(train, tmp_path, capsys):
+    for every, steps in ((1, [1, 2, 3]), (2, [2, 3]), (10, [3])):
+        train(log_completions=True, max_steps=3, logging_steps=every)
+        written = sorted(tmp_path.glob("completions/*.parquet"))
+        assert [int(file.stem[-5:]) for file in written] == steps
+        assert capsys.readouterr().out.count("Step 3") == 1
+        for file in written:
+            file.unlink()
+
+
 def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(train):
     """vLLM gets the weights once per optimizer step; here each window has two optimizer steps."""
     synced = []

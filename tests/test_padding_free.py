@@ -118,7 +118,7 @@ def test_few_graphs_for_all_trees(monkeypatch):
     torch.compiler.reset()
     model.model.compile(backend=backend, fullgraph=True)
     for count in range(1, 13):
-        trees = [TreeShape(5 + count, (3, 4) if count % 3 else ())] * count
+        trees = [TreeShape(5 + count, (3, 4), (5 + count,) * 2) if count % 3 else TreeShape(5 + count)] * count
         ids = torch.zeros(1, sum(map(len, trees)), dtype=torch.int64, device="meta")
         attention = varlen_arguments(trees, ids.device) | {"attention_mask": ids[None, None], "trees": trees}
         model.model(ids, position_ids=ids, use_cache=False, **attention).last_hidden_state.sum().backward()

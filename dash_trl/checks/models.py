@@ -142,12 +142,10 @@ def check_tied_adapter(model: PreTrainedModel) -> None:
     """
     if not is_peft_model(model) or not model.config.get_text_config().tie_word_embeddings:
         return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     base = model.get_base_model()
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     weights = {id(getattr(end, "weight", None)) for end in ends}
-    if len(weights) > 1 or any(isinstance(end, BaseTunerLayer) for end in ends):
+    if len(weights) > 1 or any(hasattr(end, "get_base_layer") for end in ends):
         raise ValueError(
             f"The adapter trains the embeddings or the LM head of a {type(base).__name__}, where both are one weight "
             "(tie_word_embeddings=True). vLLM keeps one weight for both, so it would sample from another policy. Leave "

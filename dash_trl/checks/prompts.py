@@ -8,10 +8,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import remove_none_values
 
 from dash_trl.config import DASHConfig
+from dash_trl.rewards import BATCH
 from dash_trl.update import OFF_POLICY_LOSSES
-
-# Arguments that TRL passes to each reward function beside the columns of the dataset.
-TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "environments")
 
 
 def check_dataset(dataset: object, name: str, own_rollouts: bool, *, environments: bool, conversations: bool) -> None:
@@ -38,7 +36,7 @@ def check_dataset(dataset: object, name: str, own_rollouts: bool, *, environment
             f"{name} has the column {images[0]!r}, but DASHTrainer trains on text only, so no prompt would show it. "
             "Remove the column if the prompts make sense without images, or use trl.GRPOTrainer."
         )
-    if taken := sorted({*TAKEN}.intersection(columns)):
+    if taken := sorted({*BATCH}.intersection(columns)):
         raise ValueError(
             f"{name} has the columns {taken}, but the trainer itself passes arguments of these names to reward "
             "functions. Rename them, e.g. with `dataset.rename_column`."
@@ -197,7 +195,7 @@ def check_batch(dataset: object, args: DASHConfig) -> None:
         raise ValueError(
             f"train_dataset has {len(dataset)} prompts, but one generation batch takes {needed} "
             f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
-            "batch could be filled. Lower per_device_train_batch_size or steps_per_generation, or add data."
+            "batch could be filled. Lower per_device_train_batch_size or gradient_accumulation_steps, or add data."
         )
 
 

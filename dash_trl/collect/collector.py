@@ -11,7 +11,6 @@ Letters: B rows of this rank, M of them in a part, R ranks, K groups of a rank.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -173,21 +172,20 @@ class Collector:
         # Dynamic sampling: [R, K] bool, True = the group has a kept row.
         signal = torch.zeros(self._ranks.count, 0, dtype=torch.bool)
         while True:
-            with self._recorder.timed("dynamic_sampling") if batches else nullcontext():  # the time of further rounds
-                batches.append(self._sample(prompts, new))
-                credited.append(self._credited(self.rewards.scored(batches[-1])))
-                if self.dynamic is None:
-                    break
-                # Callbacks may have logged columns. Fill up those that an earlier round lacks.
-                self._log.end_round(sum(map(len, credited[:-1])), len(credited[-1]))
-                groups = (credited[-1].dropped == KEPT).view(-1, self._args.num_generations).any(dim=1)
-                groups = self._ranks.gather(groups).view(len(signal), -1)
-                signal = torch.cat([signal, groups], dim=1)
-                if not (more := self.dynamic.next(signal)):
-                    break
-                assert self.queue is not None, "dynamic sampling has a queue"
-                prompts = self._announce(self.queue.take(more))
-                new = [prompts]
+            batches.append(self._sample(prompts, new))
+            credited.append(self._credited(self.rewards.scored(batches[-1])))
+            if self.dynamic is None:
+                break
+            # Callbacks may have logged columns. Fill up those that an earlier round lacks.
+            self._log.end_round(sum(map(len, credited[:-1])), len(credited[-1]))
+            groups = (credited[-1].dropped == KEPT).view(-1, self._args.num_generations).any(dim=1)
+            groups = self._ranks.gather(groups).view(len(signal), -1)
+            signal = torch.cat([signal, groups], dim=1)
+            if not (more := self.dynamic.next(signal)):
+                break
+            assert self.queue is not None, "dynamic sampling has a queue"
+            prompts = self._announce(self.queue.take(more))
+            new = [prompts]
         self._log_sampled(batches)
         rollouts = self._whole(credited)
         keep = rollouts.dropped == KEPT

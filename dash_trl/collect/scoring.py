@@ -154,9 +154,8 @@ class Rewards:
             while left:
                 with timed("reward"), timed("wait_for_rewards"):
                     here += request.next_groups(wait=not here)
-                    with timed("wait_for_ranks"):
-                        self._ranks.agree(request.check)
-                        count = min(-self._ranks.largest(-len(here)), left)
+                    self._ranks.agree(request.check)
+                    count = min(-self._ranks.largest(-len(here)), left)
                 rows = torch.tensor([row for group in here[:count] for row in request.rows_of(group)])
                 here = here[count:]
                 left -= count

@@ -303,7 +303,7 @@ def labels(models: Sequence[str]) -> list[str]:
     ):
         if len({*names}) == len(names):
             return names
-    raise ValueError(f"The models {list(models)} are the same: name each once.")
+    raise ValueError(f"A model is named twice in {list(models)}: name each once.")
 
 
 def _sample(

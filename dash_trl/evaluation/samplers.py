@@ -9,7 +9,6 @@ Letters: P prompts, S samples of each.
 """
 
 import json
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,7 +30,7 @@ from trl.trainer.utils import pad
 
 from dash_trl.checks import check_prompt_ids, plain_prompt
 from dash_trl.multimodal import auto_class
-from dash_trl.sampling import ServerPool, check_servers, load_checkpoint
+from dash_trl.sampling import WEIGHT_DIR, ServerPool, check_servers, load_checkpoint
 from dash_trl.seams import decoded, with_settings
 from dash_trl.serve import visible_gpus, vllm_servers
 from dash_trl.toy import toy_model
@@ -83,12 +82,12 @@ class Checkpoint:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name if own else self.base)
 
     def load(self, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-        """Load the model for inference. An adapter is merged into the weights."""
+        """Load the model for inference. An adapter is not merged: in bf16, small changes of weights would be lost."""
         model = auto_class(self.config).from_pretrained(self.base, dtype=dtype)
         if self.is_adapter:
             from peft import PeftModel  # imported here, since most runs have no adapter
 
-            model = PeftModel.from_pretrained(model, self.name).merge_and_unload()
+            model = PeftModel.from_pretrained(model, self.name)
         return model.to(device)
 
 
@@ -217,6 +216,7 @@ class ServerSampler(Sampler):
 
     def __init__(self, checkpoint: Checkpoint, pool: ServerPool, weight_dir: str | Path):
         model = checkpoint.load(check_servers(pool, checkpoint.config, checkpoint.name).dtype)
+        model = model.merge_and_unload() if checkpoint.is_adapter else model
         super().__init__(checkpoint.tokenizer, model.generation_config)
         self.pool = pool
         load_checkpoint(pool, model, len(self.tokenizer), weight_dir)
@@ -244,7 +244,7 @@ def open_sampler(
     use_vllm: bool = False,
     server_urls: Sequence[str] = (),
     batch_size: int = BATCH_SIZE,
-    weight_dir: str | Path | None = None,
+    weight_dir: str | Path = WEIGHT_DIR,
 ) -> Iterator[Sampler]:
     """Context manager that loads a model and gives a sampler of it::
 
@@ -257,8 +257,7 @@ def open_sampler(
         use_vllm: True = start a vLLM server on each visible GPU, and stop them on exit.
         server_urls: vLLM servers (`dash_trl serve`) to sample from. They get the model's weights and keep them.
         batch_size: see `LocalSampler`.
-        weight_dir: where the weights for servers are written; servers must see it under the same path. None: a
-            temporary directory.
+        weight_dir: where the weights for servers are written; servers must see it under the same path.
     Raises:
         OSError: if the model does not exist.
         ValueError: if servers have a model of another shape.
@@ -275,7 +274,6 @@ def open_sampler(
             place = ("auto", "cuda") if torch.cuda.is_available() else (torch.float32, "cpu")
             yield LocalSampler(model.load(*place), model.tokenizer, batch_size)
             return
-        folder = weight_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="dash_trl_weights_"))
         pool = ServerPool(server_urls)
         stack.callback(pool.cancel)
-        yield ServerSampler(model, pool, folder)
+        yield ServerSampler(model, pool, weight_dir)

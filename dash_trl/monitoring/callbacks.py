@@ -1,6 +1,7 @@
 """Callbacks for the progress bar, a metrics file, and a limit on training time."""
 
 import json
+import logging
 import math
 import time
 from contextlib import suppress
@@ -11,32 +12,31 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerCont
 
 from dash_trl.monitoring.plots import plot_run
 
-# Title of a column in a notebook's table → the figure in it.
-TABLE = {
-    "Reward": "reward",
-    "Kept": "filter/kept_rows",
-    "Mean length": "completions/mean_length",
-    "Seconds per step": "step_time",
-}
+logger = logging.getLogger(__name__)
 
 
 def monitor(trainer: Trainer) -> None:
     """Show the reward and the share of survivors in the progress bar, and write `metrics.jsonl` and `run.png`.
 
     The files are in the trainer's `output_dir`, that of any trainer of Transformers or TRL. In a notebook, the table of
-    the run has these figures, and the picture follows, even after an interrupt::
+    the run has these figures, and the picture follows, even after an interrupt. A second call does nothing::
 
         monitor(trainer)
         trainer.train()
     """
+    callbacks = trainer.callback_handler.callbacks
+    if any(isinstance(one, MetricsFileCallback) for one in callbacks):  # a cell that runs again
+        return
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(RewardProgressCallback)
     metrics = MetricsFileCallback(Path(trainer.args.output_dir, "metrics.jsonl"))
     trainer.add_callback(metrics)
-    for shown in trainer.callback_handler.callbacks:
+    for shown in callbacks.copy():
         if hasattr(shown, "training_tracker"):  # Transformers' callback for notebooks
-            trainer.add_callback(RewardTableCallback(shown, metrics))
-            break
+            from dash_trl.monitoring.notebook import RewardTableCallback
+
+            trainer.remove_callback(shown)
+            trainer.add_callback(RewardTableCallback(metrics))
 
 
 class RewardProgressCallback(ProgressCallback):
@@ -60,39 +60,6 @@ class RewardProgressCallback(ProgressCallback):
             self.training_bar.set_postfix(shown)
 
 
-class RewardTableCallback(TrainerCallback):
-    """Adds figures of a run to the table that Transformers shows in a notebook, and shows `run.png` below the cell.
-
-    Args:
-        shown: Transformers' `NotebookProgressCallback`, which shows the table. With evaluations in training, it has
-            lines of these only.
-        metrics: draws the picture.
-    """
-
-    def __init__(self, shown: TrainerCallback, metrics: "MetricsFileCallback"):
-        self.shown = shown
-        self.metrics = metrics
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        from IPython import get_ipython
-
-        self._events = get_ipython().events
-        self._events.register("post_run_cell", self._draw)  # an interrupted cell has this event, too
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if "reward" in logs and args.eval_strategy == "no":
-            figures = {title: logs[name] for title, name in TABLE.items() if name in logs}
-            self.shown.training_tracker.write_line({"Step": state.global_step, **figures})
-            self.shown.training_tracker.display()  # by itself only with the next step
-
-    def _draw(self, _: object) -> None:
-        from IPython.display import Image, display
-
-        self._events.unregister("post_run_cell", self._draw)
-        with suppress(ValueError):  # no log has a reward
-            display(Image(self.metrics.draw()))
-
-
 class MetricsFileCallback(TrainerCallback):
     """Writes every log to a JSON-lines file with its `step`, and at the end draws `run.png` in the same folder.
 
@@ -108,6 +75,7 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_begin(self, args, state: TrainerState, control, **kwargs) -> None:
         if state.is_world_process_zero:
             if not state.log_history and self.path.exists():
+                logger.warning(f"{self.path} of an earlier run is now {self.path.with_suffix('.jsonl.old').name}.")
                 self.path.replace(self.path.with_suffix(".jsonl.old"))
             self.path.write_text("".join(json.dumps(log) + "\n" for log in state.log_history))
 
@@ -122,8 +90,9 @@ class MetricsFileCallback(TrainerCallback):
                 self.draw()
 
     def draw(self) -> Path:
-        """Call `plot_run`."""
-        return plot_run(self.path, self.path.with_name("run.png"), title=self.path.parent.name)
+        """Call `plot_run`. An interrupt leaves the earlier picture."""
+        part = plot_run(self.path, self.path.with_name("run.part.png"), title=self.path.parent.name)
+        return part.replace(self.path.with_name("run.png"))
 
 
 class TimeLimitCallback(TrainerCallback):

@@ -25,7 +25,8 @@ DROPPED = {
     "too easy or too hard, is num_generations too small, the reward constant, or every completion cut off at "
     "max_completion_length? If earlier windows had signal, is learning_rate too large?",
     "filter/dropped_threshold": "are under gradient_filter_threshold={threshold}: lower it.",
-    "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
+    "filter/dropped_unscored": "are unscored: reward functions failed (see the warnings), or returned None (is a "
+    "return missing?).",
 }
 
 

@@ -11,13 +11,6 @@ import torch
 PHASES = ("generate", "reward", "logprobs", "train")
 # The trainer waits for servers. These seconds are also counted in "generate".
 WAITING = ("wait_for_rollouts", "wait_for_weights")
-# Dynamic sampling samples prompts in rounds, until enough groups have signal or `max_num_gen_batches` is reached. This
-# phase is all rounds after the first. Its seconds are also counted in "generate" and "reward".
-ROUNDS = ("dynamic_sampling",)
-# With `reward_pipeline` only. "wait_for_rewards" is the time in which the trainer has no scored group to train on; on
-# servers, groups may still be sampled.
-# "wait_for_ranks" is part of it: the time in which a rank waits for the slowest rank.
-WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
 
 class Recorder:
@@ -31,9 +24,10 @@ class Recorder:
         self.logs = logs
         self._args = args
         self._state = state
-        self._phases = PHASES + (ROUNDS if args.samples_dynamically else ())
-        self._phases += WAITING if args.names_servers else ()
-        self._phases += WAITING_FOR_REWARDS if args.reward_pipeline else ()
+        self._phases = PHASES + (WAITING if args.names_servers else ())
+        # The time in which the trainer has no scored group to train on, or waits for slower ranks; on servers, groups
+        # may still be sampled.
+        self._phases += ("wait_for_rewards",) if args.reward_pipeline else ()
         # A GPU works asynchronously, so the beginning and the end of a phase are recorded as events on the GPU. The
         # recorder waits for the GPU only in steps that TRL logs.
         self._on_gpu = args.device.type == "cuda"

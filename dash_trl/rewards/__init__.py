@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the names below, for type checkers
         unscored,
         watch,
     )
-    from dash_trl.rewards.forms import DEFAULT_NAME, ROW, Score, form_of, load_reward, read_score
+    from dash_trl.rewards.forms import BATCH, DEFAULT_NAME, ROW, Score, form_of, load_reward, read_score
     from dash_trl.rewards.judge import JudgeError, JudgeReward
     from dash_trl.rewards.math import MathAccuracyReward, completion_text
     from dash_trl.rewards.runner import RewardRunner, is_reward_model, unpack
@@ -27,7 +27,7 @@ __getattr__, __dir__ = lazy(
     answers=["ANSWER_BEGINS", "final_text", "last_boxed", "last_hashes", "plain_answer"],
     code=["CodeReward"],
     failures=["BROKEN_AFTER", "FailureWatch", "distinct", "failure_of", "raise_reward_error", "unscored", "watch"],
-    forms=["DEFAULT_NAME", "ROW", "Score", "form_of", "load_reward", "read_score"],
+    forms=["BATCH", "DEFAULT_NAME", "ROW", "Score", "form_of", "load_reward", "read_score"],
     judge=["JudgeError", "JudgeReward"],
     math=["MathAccuracyReward", "completion_text"],
     runner=["RewardRunner", "is_reward_model", "unpack"],

@@ -49,6 +49,10 @@ def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
     if error is None:
         why = f"returned {first}"
     else:  # its own `__str__` may fail
+        trace = error.__traceback__  # of which those of the call, in `forms`, are of interest
+        while trace is not None and trace.tb_frame.f_globals["__name__"] != Score.__module__:
+            trace = trace.tb_next
+        error.__traceback__ = trace or error.__traceback__
         why = f"raised {type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
     return f"failed on {len(failures)} of {len(outcomes)} completions; on the first of them it {why}", error
 
@@ -193,8 +197,8 @@ class FailureWatch:
                 self._told.add(name)
                 logger.warning(
                     f"The reward function '{name}' {said}. These completions ({share:.1%} of the batch) are "
-                    "unscored: they do not count as 0, and training leaves them out. The others may be easier, so "
-                    f"watch rewards/{name}/failed. This warning is shown once per function.",
+                    "unscored: they do not count as 0, and training leaves them out. Others may be easier: watch "
+                    f"rewards/{name}/failed. This warning is shown once per function.",
                     exc_info=error,
                 )
             if not counts:
@@ -209,7 +213,8 @@ class FailureWatch:
             if where:
                 raise RuntimeError(
                     f"The reward function '{name}' failed on every completion {where}. Its last failure: it {said}. "
-                    "Training cannot learn from it: correct it, or remove it from reward_funcs."
+                    "Training cannot learn from it: correct it, or remove it from reward_funcs. If it scores a batch, "
+                    "let it score one completion, reward(completion, ...): then a failure leaves out its row only."
                 ) from error
         self._first &= not counts
         return unscored(rewards, failed)

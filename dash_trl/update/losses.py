@@ -86,9 +86,9 @@ def with_token_loss(
         return inputs
     if loss.shape != log_probs.shape or args.loss_type not in CLIPPED_LOSSES:
         raise ValueError(
-            f"per_token_loss returned a tensor of shape {[*loss.shape]} with loss_type={args.loss_type!r}. It must "
-            f"return one loss per token, {[*log_probs.shape]}, and loss_type must say how TRL takes their mean: use "
-            f"one of {', '.join(map(repr, CLIPPED_LOSSES))}."
+            f"per_token_loss needs loss_type to say how TRL takes the mean (one of {', '.join(CLIPPED_LOSSES)}), and "
+            f"has to return one loss per token, {[*log_probs.shape]}: here loss_type={args.loss_type!r}, and a tensor "
+            f"of shape {[*loss.shape]}."
         )
     if args.off_policy_mask_threshold is not None:
         raise ValueError(

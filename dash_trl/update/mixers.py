@@ -83,7 +83,7 @@ def _batches(trees: tuple[TreeShape, ...], device: torch.device) -> tuple[list[t
     found = sequences(trees)
     trunks = [row for row, (prefix, _) in enumerate(found) if not len(prefix)]
     stages: list[Sequence[int]] = [range(len(found))]
-    if {before == tree.trunk for tree in trees for before in tree.attached} == {True}:
+    if {before == tree.trunk for tree in trees for before in tree.attach} == {True}:
         # Otherwise there are no branches, or those of V(prefix): a trunk has a state for each of its tokens, but only
         # the last one is kept.
         stages = [trunks, sorted({*range(len(found))}.difference(trunks))]

@@ -117,7 +117,7 @@ def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterat
             yield TreeShape(lengths[first])
         else:
             trunk = prompts[first] - 1
-            yield TreeShape(trunk, tuple(lengths[row] - trunk for row in family))
+            yield TreeShape(trunk, tuple(lengths[row] - trunk for row in family), (trunk,) * len(family))
 
 
 def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:

@@ -50,20 +50,15 @@ class TreeShape:
     Attributes:
         trunk: number of trunk tokens.
         branches: number of tokens of each branch.
-        attach: number of trunk tokens before each branch. `None`: all trunk tokens.
+        attach: number of trunk tokens before each branch.
     """
 
     trunk: int
     branches: tuple[int, ...] = ()
-    attach: tuple[int, ...] | None = None
+    attach: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self.trunk + sum(self.branches)
-
-    @property
-    def attached(self) -> tuple[int, ...]:
-        """Number of trunk tokens before each branch."""
-        return (self.trunk,) * len(self.branches) if self.attach is None else self.attach
 
 
 def tree_attention(
@@ -177,7 +172,7 @@ def _of_tree(
     lengths = [tree.trunk, *tree.branches]
     trunk, *branches = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     yield attend(*trunk)
-    for before, branch in zip(tree.attached, branches, strict=True):
+    for before, branch in zip(tree.attach, branches, strict=True):
         first = 0 if sliding_window is None else max(0, before - sliding_window + 1)
         row = [torch.cat([one[:, :, first:before], own], dim=2) for one, own in zip(trunk, branch, strict=True)]
         if sliding_window is None and before < branch[0].shape[2]:  # causal attention of the whole row takes less
@@ -219,7 +214,7 @@ def sequences(trees: Sequence[TreeShape]) -> list[tuple[Tensor, Tensor]]:
     for tree in trees:
         trunk, *branches = torch.arange(start, start + len(tree)).split([tree.trunk, *tree.branches])
         found.append((trunk[:0], trunk))
-        found += [(trunk[:before], branch) for before, branch in zip(tree.attached, branches, strict=True)]
+        found += [(trunk[:before], branch) for before, branch in zip(tree.attach, branches, strict=True)]
         start += len(tree)
     return found
 
