@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from dash_trl.config import DASHConfig
 from dash_trl.rewards import distinct
@@ -110,7 +111,7 @@ class DASHCallback(TrainerCallback):
         """
 
 
-def dash_callbacks(handler: Any) -> dict[str, DASHCallback]:
+def dash_callbacks(handler: CallbackHandler) -> dict[str, DASHCallback]:
     """Return the `DASHCallback`s of Transformers' callback handler by name, in order.
 
     The first callback of a class `Name` is `Name`, the second one `Name#2`, …

@@ -46,7 +46,7 @@ class Scripted:
     prompt_tokens: int
     __name__ = "scripted"
 
-    def rollouts(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+    def rollouts(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, object]:
         draw = random.Random(trainer.state.global_step)
         drawn = [round(draw.lognormvariate(0, 0.8) * self.longest / 4) for _ in prompts]
         self.lengths: list[int] = [min(max(length, 8), self.longest) for length in drawn]

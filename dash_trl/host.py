@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers.trainer_callback import CallbackHandler
+from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks
@@ -35,11 +37,11 @@ class Host(Protocol):
     reward_weights: Tensor
     ranks: Ranks
     recorder: Recorder
-    callback_handler: Any
-    vllm_generation: Any
+    callback_handler: CallbackHandler
+    vllm_generation: VLLMGeneration
     rollout_func: Any
 
-    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple:
         """Tokenize prompts as TRL does. The first field of the result has the token ids, the others belong to TRL."""
 
     def _generate_single_turn(self, *tokenized_and_count: Any) -> tuple[list[list[int]], Any]:
@@ -54,7 +56,7 @@ class Host(Protocol):
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Call an event of the callbacks, which may change the rollouts."""
 
-    def run_pass(self, inputs: dict[str, Any], *, reference: bool) -> tuple[Any, ...]:
+    def run_pass(self, inputs: dict[str, Any], *, reference: bool) -> tuple:
         """Run a pass of the policy or the reference model; return log-probs [S, T], and entropies [S, T] or `None`."""
 
 

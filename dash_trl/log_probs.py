@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from trl.models.utils import disable_gradient_checkpointing
 
 from dash_trl.host import Host, one_ahead
-from dash_trl.micro_batches import MicroBatches
+from dash_trl.micro_batches import Inputs, MicroBatches
 from dash_trl.monitoring import corrected_share, sampler_metrics
 from dash_trl.rollout import COMPLETION, LOG_PROB_FIELDS, LOSS, PROMPT, Part, RolloutBatch
 from dash_trl.update import (
@@ -31,8 +31,6 @@ from dash_trl.update import (
     to_device,
     unknown_log_probs,
 )
-
-Inputs = dict[str, Any]  # the inputs of a model pass, on the device
 
 
 def loss_settings(host: Host, *, training: bool) -> dict[str, Any]:
@@ -151,7 +149,7 @@ class LogProbs:
         return replace(rollouts, **whole)
 
     @torch.no_grad()
-    def of_policy(self, rollouts: RolloutBatch) -> list[Any]:
+    def of_policy(self, rollouts: RolloutBatch) -> list[list[float | None]]:
         """Compute one log-prob by the policy for each token of B completions."""
         with self._host.recorder.timed("logprobs"):
             _, window = self._window(rollouts)
@@ -227,7 +225,7 @@ class CorrectionInPass:
     def __init__(self, correction: dict[str, Any] | None, rank: int):
         self._correction = correction
         self._rank = rank
-        self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
+        self._tables = defaultdict[int, list[tuple[Tensor, ...]]](list)
 
     def corrected(self, inputs: Inputs, log_probs: Tensor, mask: Tensor) -> Inputs:
         """Return the inputs of the loss, with the ratios of a training pass if the pass needs them.

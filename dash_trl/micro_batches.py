@@ -13,6 +13,8 @@ from dash_trl.monitoring import packing_metrics
 from dash_trl.rollout import COMPLETION, Part
 from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_share, regularizer_weight
 
+Inputs = dict[str, Any]  # the inputs of a model pass
+
 
 class MicroBatches:
     """Makes the inputs of model passes from the rows of a window."""
@@ -47,12 +49,12 @@ class MicroBatches:
             )
         return planned
 
-    def without_gradient(self, part: Part) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    def without_gradient(self, part: Part) -> Iterator[tuple[list[int], Inputs]]:
         """For each pass, yield this rank's rows, as indices in `part.rollouts`, and its inputs on the CPU."""
         for micro_batch in self.plan(part):
             yield self._of(part, micro_batch)
 
-    def with_gradient(self, part: Part, passes: list[Pass]) -> Iterator[tuple[dict[str, Any], bool]]:
+    def with_gradient(self, part: Part, passes: list[Pass]) -> Iterator[tuple[Inputs, bool]]:
         """Make the inputs of training passes on the CPU, with the weights of their losses in the optimizer step.
 
         Yields:
@@ -86,7 +88,7 @@ class MicroBatches:
             }
             yield inputs, part.ends_step and one is passes[-1]
 
-    def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
+    def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], Inputs]:
         # The survivors of this rank are those rows of its lengths that are not 0, in the same order.
         indices = (part.lengths[self._rank, :, COMPLETION] > 0).cumsum(dim=0) - 1
         rows = indices[list(micro_batch.rows[self._rank])].tolist()

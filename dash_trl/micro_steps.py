@@ -7,11 +7,10 @@ A *share* is the rows of a window that one optimizer step uses: all of them, or 
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from dash_trl.collect import Collector
 from dash_trl.host import Host, on_servers
-from dash_trl.micro_batches import MicroBatches
+from dash_trl.micro_batches import Inputs, MicroBatches
 from dash_trl.rollout import Part, Rows, Window
 from dash_trl.update import ROW_MEAN_LOSSES, Schedule, first_reason
 
@@ -39,7 +38,7 @@ class MicroSteps:
         if has_stepped and self._window is not None:
             self._window.begin_optimizer_step()
 
-    def inputs(self, micro_step: int, examples: Rows) -> Iterator[tuple[dict[str, Any], bool]]:
+    def inputs(self, micro_step: int, examples: Rows) -> Iterator[tuple[Inputs, bool]]:
         """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
 
         All passes of a share run in its last micro-step, because they may have to wait for rewards. `examples` are the

@@ -5,8 +5,6 @@
 `Checkpoints` saves the queue and the window, and continues them.
 """
 
-from typing import Any
-
 from dash_trl.checkpoints import Checkpoints
 from dash_trl.collect import Collector, DynamicSampling, Rewards, new_sampler
 from dash_trl.host import Host, one_ahead, rows_come_early, windows_ahead
@@ -37,7 +35,7 @@ class Run:
         self,
         host: Host,
         passes: ModelPasses,
-        functions: list[Any],
+        functions: list[object],
         names: list[str],
         *,
         may_score_early: bool,

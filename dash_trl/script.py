@@ -58,7 +58,7 @@ OF_PROBLEMS = (
 )
 
 
-def parse(argv: Sequence[str], types: Sequence[type], toy_defaults: dict[str, Any]) -> tuple[Any, ...]:
+def parse(argv: Sequence[str], types: Sequence[type], toy_defaults: dict[str, Any]) -> tuple:
     """Parse the command line and the YAML file of --config, and let dash_trl's messages be printed.
 
     The fields of `types` are the flags: a `Task`, the trainer's settings, TRL's `ModelConfig`, any others. Return an

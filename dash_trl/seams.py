@@ -7,7 +7,7 @@ All such uses belong here, except overridden methods and attributes that are onl
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations import TrackioCallback, hub_kernels
 from transformers.trainer_utils import unwrap_peft_model
@@ -43,7 +44,7 @@ _told = set[str]()  # special tokens that `_tell_what_vanishes` has warned of
 
 
 @contextmanager
-def with_settings(trainer: object, settings: dict[str, Any]) -> Iterator[None]:
+def with_settings(trainer: object, settings: Mapping[str, object]) -> Iterator[None]:
     """Set attributes (name → value) of a trainer, its arguments or a module within the `with` block.
 
     They must not be properties, nor come from `__getattr__` as a `PeftModel`'s do.
@@ -79,19 +80,19 @@ class Unread(TorchFunctionMode):
     Otherwise the CPU would wait for the GPU to read or to copy the number.
     """
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.tensor and isinstance(args[0], float):
             return torch.full((), *args, **kwargs)
         return args[0] if function is Tensor.item else function(*args, **(kwargs or {}))
 
 
 @contextmanager
-def unread_figures(trainer: GRPOTrainer) -> Iterator[dict[str, list[Any]]]:
+def unread_figures(trainer: GRPOTrainer) -> Iterator[dict[str, list[Tensor | float]]]:
     """Within the `with` block, TRL's loss logs its figures into the yielded dict, as tensors.
 
     With the adaptive entropy bonus, which needs one of the figures at once, the figures are numbers.
     """
-    figures: dict[str, list[Any]] = defaultdict(list)
+    figures: dict[str, list[Tensor | float]] = defaultdict(list)
     extremes = {"nanmin": lambda one: one.nanquantile(0.0), "nanmax": lambda one: one.nanquantile(1.0)}
     with (
         with_settings(trainer, {"_metrics": {"train": figures}}),
@@ -171,7 +172,7 @@ def without_casts(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     return disable_input_dtype_casting(trainer.model)
 
 
-def use_own_generator(dataloader: Any, seed: int) -> None:
+def use_own_generator(dataloader: DataLoader, seed: int) -> None:
     """Let a dataloader draw the seeds of its workers from a generator of its own.
 
     It draws at times that depend on how far prompts are read ahead, but a resumed run repeats the common generator's

@@ -13,7 +13,16 @@ from trl import GRPOTrainer
 
 from dash_trl.checks import check_prompt_ids, context_of, plain_prompt
 from dash_trl.seams import decoded, tool_suffix
-from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules, owns_reward
+from dash_trl.tools import (
+    NO_PROMPT,
+    Conversations,
+    EnvironmentReward,
+    Environments,
+    Tool,
+    ToolCalls,
+    TurnRules,
+    owns_reward,
+)
 
 
 def new_conversations(trainer: GRPOTrainer) -> Conversations | None:
@@ -26,7 +35,7 @@ def new_conversations(trainer: GRPOTrainer) -> Conversations | None:
     tokenizer = deepcopy(trainer._tokenizer)  # for other threads
     context = context_of(trainer.model.config)
 
-    def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
+    def tokenize(prompt: object, tools: Sequence[Tool]) -> list[int]:
         ids = tokenizer.apply_chat_template(
             plain_prompt(prompt, "A row"),
             tools=list(tools) or None,
@@ -39,7 +48,7 @@ def new_conversations(trainer: GRPOTrainer) -> Conversations | None:
         check_prompt_ids([ids], tokenizer, trainer.eos_token_ids, rules().context)
         return ids
 
-    def parse(ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:
+    def parse(ids: list[int], prefix: list[int], tools: Sequence[Tool]) -> dict[str, Any]:
         ((message,),) = decoded(tokenizer, [NO_PROMPT], [prefix], [ids], tools=tools)
         return message
 

@@ -485,7 +485,7 @@ class DASHTrainer(GRPOTrainer):
         for callback in dash_callbacks(self.callback_handler).values():
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 
-    def run_pass(self, inputs: dict[str, Any], *, reference: bool = False) -> tuple[Any, ...]:
+    def run_pass(self, inputs: dict[str, Any], *, reference: bool = False) -> tuple:
         """Run the policy or the reference; return what TRL's method returns. The caller turns gradients off."""
         with seams.reference(self) if reference else nullcontext(self.model) as model:
             return self._passes.run(self._get_per_token_logps_and_entropies, model, inputs)

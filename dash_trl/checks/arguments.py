@@ -20,7 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_arguments(
-    model: Any, rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any, others: Mapping[str, Any]
+    model: PreTrainedModel | str,
+    rewards: Any,
+    args: object,
+    train_dataset: object,
+    eval_dataset: object,
+    others: Mapping[str, Any],
 ) -> None:
     """Raise a `ValueError` if an argument of `DASHTrainer` cannot be used, or if two arguments exclude each other.
 
@@ -137,7 +142,9 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
         )
 
 
-def check_rewards(rewards: Any, args: DASHConfig, datasets: Mapping[str, object], own_rollouts: bool) -> None:
+def check_rewards(
+    rewards: list[Any] | None, args: DASHConfig, datasets: Mapping[str, object], own_rollouts: bool
+) -> None:
     """Check that the unpacked reward functions fit the datasets and the configuration.
 
     Raises:
@@ -173,7 +180,7 @@ def check_rewards(rewards: Any, args: DASHConfig, datasets: Mapping[str, object]
 
 
 # Option of transformers' generate → the value with which it samples one completion for each row, and the remedy.
-GENERATE: dict[str, tuple[object, str]] = {
+GENERATE = {
     "stop_strings": (None, "It needs a tokenizer, which TRL does not pass. Use eos_token_id, or vLLM's option stop"),
     "num_return_sequences": (1, "A row has one completion. Use num_generations"),
     "num_beams": (1, "A beam search does not sample from the policy. Use temperature and top_p"),

@@ -5,6 +5,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from trl import GRPOTrainer
 from trl.trainer.utils import remove_none_values
 
 from dash_trl.config import DASHConfig
@@ -150,7 +151,7 @@ def check_tokens(rows: Iterable[Sequence[int]], config: PreTrainedConfig, name: 
         )
 
 
-def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: Any) -> dict[str, Any]:
+def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
     """Call a user's `rollout_func(prompts, trainer)`, check its result and return it.
 
     Raises:

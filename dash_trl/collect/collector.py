@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +122,7 @@ class Collector:
 
     def _announce(self, examples: Rows) -> Prompts:
         """Number the prompts of a generation batch, and tokenize them once: a chat template may depend on the time."""
-        tokenized: tuple[Any, ...] = ()
+        tokenized: tuple = ()
         if self.sampler.needs_token_ids:
             with self._recorder.timed("generate"):
                 tokenized = self.host._tokenize_prompts([example["prompt"] for example in examples])

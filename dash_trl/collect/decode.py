@@ -30,7 +30,7 @@ class Prompts:
 
     number: int
     examples: Rows
-    tokenized: tuple[Any, ...] = ()
+    tokenized: tuple = ()
 
     @property
     def prompts(self) -> list[Any]:

@@ -92,7 +92,12 @@ class Sampler:
         return rows
 
     def _of_one_turn(
-        self, prompts: Prompts, own: slice, completion_ids: list[list[int]], log_probs: Any, versions: Tensor
+        self,
+        prompts: Prompts,
+        own: slice,
+        completion_ids: list[list[int]],
+        log_probs: list[list[float | None]] | None,
+        versions: Tensor,
     ) -> Sampled:
         """Return the adjacent rows `own` of a generation batch whose rows have one turn."""
         texts = prompts.prompts[own]

@@ -27,8 +27,8 @@ class Rounds:
         self._sample_rounds(self._with_another_turn(rows, begin))
 
     def go_on(
-        self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
-    ) -> tuple[Any, ...]:
+        self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[list[float | None]] | None
+    ) -> tuple:
         """Sample the remaining turns of rows whose first turn is sampled already, for TRL's evaluation.
 
         Args:

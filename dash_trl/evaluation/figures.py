@@ -15,6 +15,7 @@ CORRECT_ABOVE = 0.5  # a completion is correct if its reward is greater than thi
 LEVEL = 0.95  # confidence level of an interval
 RESAMPLES = 10_000  # with this number, the ends of an interval are exact to about a hundredth of its width
 Rows = Sequence[Sequence[Mapping[str, Any]]]  # for each problem a list of samples, see `figures_of`
+Estimate = list[float | None]  # mean, low and high; None = it cannot be estimated
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -77,7 +78,7 @@ def figures_of(rows: Rows, ks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _estimate(values: Sequence[float]) -> list[Any]:
+def _estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of values and the ends of its interval; three None if empty."""
     if not values:
         return [None] * 3
@@ -117,7 +118,7 @@ def metrics_of(
     return found
 
 
-def differences(rows: Rows, others: Rows, ks: Sequence[int]) -> dict[str, list[Any]]:
+def differences(rows: Rows, others: Rows, ks: Sequence[int]) -> dict[str, Estimate]:
     """Compute how much better a model (`rows`) is than another one (`others`) on the same problems in the same order.
 
     The models are compared problem by problem, so a problem's difficulty cancels. Each problem counts 1. It is left out
@@ -157,7 +158,7 @@ def table(models: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
-def _estimates(figures: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _estimates(figures: Mapping[str, Any]) -> dict[str, Estimate]:
     """Return "accuracy" and each "pass@k" of `figures_of` → [value, low, high]; three None = it cannot be estimated."""
     accuracy = [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]
     return {"accuracy": accuracy, **{f"pass@{k}": estimate for k, estimate in figures["pass_at"].items()}}

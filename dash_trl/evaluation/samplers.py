@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -113,7 +112,7 @@ class Sampler(ABC):
         temperature: float = 1.0,
         max_completion_length: int = MAX_COMPLETION_LENGTH,
         seed: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
         """Sample completions of prompts, and yield each prompt when it is done.
 

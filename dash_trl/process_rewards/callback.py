@@ -151,7 +151,7 @@ class ProcessRewardCallback(DASHCallback):
 
     def _requests(self, rollouts: RolloutBatch, asked: Tensor) -> list[ValueRequest]:
         """Return one request for each row of this rank; where `asked` [B] is False, it has no boundaries."""
-        requests: list[ValueRequest] = []
+        requests = []
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
             completion = tuple(rollouts.completion_ids[row][tokens].tolist())

@@ -4,13 +4,13 @@ The log-probs are those of one pass per branch, but the trunk is computed once. 
 to their prefix (`dash_trl.update.trees`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import AttentionInterface, PreTrainedModel
 
 from dash_trl.update import (
@@ -62,11 +62,14 @@ class Tree:
         return sum(len(branch.tokens) - branch.scored for branch in self.branches)
 
 
+BranchLogProbs = list[list[list[float]]]  # [tree][branch][scored token]
+
+
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     return -torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
 
 
-def tree_log_probs(model: Any, base_model: PreTrainedModel, trees: Sequence[Tree]) -> list[list[list[float]]]:
+def tree_log_probs(model: Module, base_model: PreTrainedModel, trees: Sequence[Tree]) -> BranchLogProbs:
     """Return log P of the scored tokens, [tree][branch][token], from one pass over the packed trees, at temperature 1.
 
     Args:
@@ -112,7 +115,7 @@ def tree_log_probs(model: Any, base_model: PreTrainedModel, trees: Sequence[Tree
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
 
 
-def tree_flaw(model: Any, base_model: PreTrainedModel) -> str | None:
+def tree_flaw(model: Module, base_model: PreTrainedModel) -> str | None:
     """Return why a model's tree passes are wrong, or None; see `isolation_flaw`.
 
     The model is in evaluation mode. The test is a collective under ZeRO-3 and FSDP, as each model pass is.
@@ -126,7 +129,7 @@ def tree_flaw(model: Any, base_model: PreTrainedModel) -> str | None:
         branches = [Branch(attach, tuple(sample[start : start + part]), scored=0) for attach, start in starts]
         return Tree(tuple(sample[:half]), tuple(branches))
 
-    def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
+    def log_probs(function: Callable[..., BranchLogProbs], samples: Sequence[Sequence[int]]) -> list[Tensor]:
         return [torch.tensor(branches).flatten() for branches in function([tree(sample) for sample in samples])]
 
     with short_windows(base_model):
@@ -138,7 +141,7 @@ def tree_flaw(model: Any, base_model: PreTrainedModel) -> str | None:
         )
 
 
-def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
+def loop_log_probs(model: Module, trees: Sequence[Tree]) -> BranchLogProbs:
     """Return what `tree_log_probs` does, from one pass per branch, for models without tree passes."""
     device = next(model.parameters()).device
 

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import unwrap_peft_model
+from trl import GRPOTrainer
 
 from dash_trl.process_rewards.episodes import check_escapes
-from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
+from dash_trl.process_rewards.tree import Branch, BranchLogProbs, Tree, loop_log_probs, tree_flaw, tree_log_probs
 from dash_trl.update import evaluating, fitted_bins, keep_rows_apart, packing_obstacle
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: obj
     expected = [len(request.boundaries) for request in requests]
     try:
         numbers = [[value - 0.0 * value for value in map(float, row)] for row in values]  # NaN for ±inf
-        found: Any = [*map(len, numbers)]
+        found: object = [*map(len, numbers)]
     except TypeError as error:
         found = error
     if found != expected:
@@ -140,9 +142,9 @@ class AnswerLogProbValue:
         if self.space not in ("log", "probability"):
             raise ValueError(f"space={self.space!r} is unknown: use 'log' or 'probability'.")
         # Model → why its tree passes are wrong.
-        self._flaws: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
+        self._flaws = WeakKeyDictionary[PreTrainedModel, str | None]()
 
-    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+    def __call__(self, requests: Sequence[ValueRequest], trainer: GRPOTrainer) -> list[list[float]]:
         trees = trainer.ranks.agree(self._trees, requests, trainer._tokenizer)
         with trainer.accelerator.autocast():
             return self._valued(requests, trees, trainer.model, trainer.ranks.largest)
@@ -164,7 +166,7 @@ class AnswerLogProbValue:
         self,
         requests: Sequence[ValueRequest],
         trees: Sequence[Tree],
-        call: Any,
+        call: Module,
         passes_on_all_ranks: Callable[[int], int],
     ) -> list[list[float]]:
         """Return the values, from one pass per bin of trees, or one per branch if the model cannot do tree passes.
@@ -173,7 +175,7 @@ class AnswerLogProbValue:
         """
         model = unwrap_peft_model(call)
         asked = [i for i, tree in enumerate(trees) if tree.branches]
-        branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
+        branches: BranchLogProbs = [[] for _ in trees]
         with evaluating(call):
             together = self._takes_trees(model, call, passes_on_all_ranks)
             if together:
@@ -236,7 +238,7 @@ class AnswerLogProbValue:
         values = means.view(count, -1).logsumexp(dim=1).clamp(max=0)  # NaN if one is NaN
         return (values if self.space == "log" else values.exp()).tolist()
 
-    def _takes_trees(self, model: PreTrainedModel, call: Any, most_on_all_ranks: Callable[[int], int]) -> bool:
+    def _takes_trees(self, model: PreTrainedModel, call: Module, most_on_all_ranks: Callable[[int], int]) -> bool:
         """Return whether tree passes of this model are right; all ranks test a new model together."""
         if model not in self._flaws:
             flaw = packing_obstacle(model)

@@ -62,7 +62,7 @@ def read_score(returned: object) -> Score:
     Raises:
         ValueError: if the return value has another form.
     """
-    notes: dict[str, Any] = {}
+    notes: dict[str, object] = {}
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise ValueError(f"returned a dict without 'score': {returned!r:.200}")
@@ -127,7 +127,7 @@ class RewardForm:
     close: Callable[..., Any] | None
     max_concurrency: int | None
 
-    def arguments(self, known: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, known: Mapping[str, Any], group: Mapping[str, object]) -> dict[str, Any]:
         """Select the arguments for one call; `group` has entries for verl's `extra_info`, if that is a dict.
 
         Raises:
@@ -154,7 +154,7 @@ class RewardForm:
         self.arguments(dict.fromkeys(known, ""), {})
 
 
-def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, object]) -> dict[str, Any]:
     """Return a row with all arguments of verl's form. The row's own columns of these names stay."""
     columns = {name: value for name, value in row.items() if name not in ("completion", "completion_ids")}
     golds = [("ground_truth", ground_truth(row[name])) for name in ("answer", "reward_model") if name in row]

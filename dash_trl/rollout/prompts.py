@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches
 from torch.utils.data import DataLoader, Sampler
+from transformers.trainer_callback import CallbackHandler
 from trl.trainer.utils import RepeatSampler
 
 from dash_trl.rollout.queue import PromptQueue, Rows
@@ -57,7 +58,9 @@ def open_epoch(dataloader: DataLoader, epoch: int, skipped: int = 0) -> Iterator
     return iter(skip_first_batches(dataloader, skipped) if skipped else dataloader)
 
 
-def new_queue(args: Any, handler: Any, *, ahead: int, first: Callable[[], int] | None) -> PromptQueue | None:
+def new_queue(
+    args: Any, handler: CallbackHandler, *, ahead: int, first: Callable[[], int] | None
+) -> PromptQueue | None:
     """Build the `PromptQueue` of a run. `None`: Transformers reads the prompts itself.
 
     Args:

@@ -19,7 +19,7 @@ Rows = list[dict[str, Any]]  # of the dataset, such as an item of a rank's datal
 Place = tuple[int, int]  # a prompt's epoch, and its position among this rank's prompts of the epoch, from 0
 
 
-class QueuedRows(list[dict[str, Any]]):
+class QueuedRows(Rows):
     """Dataset rows, G for each prompt, with the place (`Place`) of each prompt."""
 
     def __init__(self, rows: Rows, places: list[Place]):

@@ -19,13 +19,13 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from dash_trl.sampling.health import PROBE_EVERY, URGENT, Fleet, Job, State
 from dash_trl.sampling.key import check_urls
-from dash_trl.sampling.vllm import Completion, ServerError, ServerGone, VLLMServer
+from dash_trl.sampling.vllm import Completion, Options, ServerError, ServerGone, VLLMServer
 from dash_trl.workers import EventLoop, Work, together
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ START_TOGETHER = 1.0  # seconds; a request waits at most this long for the check
 TEST_SECONDS = 60.0  # for the token that a server samples before it is trusted again
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
 
-
+T = TypeVar("T")
 Batch = asyncio.Task[list[Any]]
 
 
@@ -83,7 +83,7 @@ class ServerPool:
         self._refitting = set[str]()  # URLs of servers whose check gives them weights
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
-        self._servers: dict[str, VLLMServer] = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
+        self._servers = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
         weakref.finalize(self, self._loop.close, session.close)
 
     async def _connect(self) -> aiohttp.ClientSession:
@@ -138,7 +138,7 @@ class ServerPool:
         finally:
             self.cancel(batch)  # after an interrupt, it is unfinished
 
-    def as_completed(self, works: Iterable[Work]) -> Iterator[Any]:
+    def as_completed(self, works: Iterable[Work[T]]) -> Iterator[T]:
         """Run coroutines and yield their results in order of completion, as long as the caller iterates."""
         results = queue.SimpleQueue[Any]()
 
@@ -159,7 +159,7 @@ class ServerPool:
         finally:
             self.cancel(batch)
 
-    def run(self, works: Iterable[Work]) -> list[Any]:
+    def run(self, works: Iterable[Work[T]]) -> list[T]:
         return self.collect(self.submit(works))
 
     def cancel(self, *batches: Batch) -> None:
@@ -177,7 +177,7 @@ class ServerPool:
     # --------------------------------------------------------------------------------- requests, on the loop's thread
 
     async def complete(
-        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, order: int = URGENT, number: int = 0
+        self, prompt_ids: Sequence[int], n: int, sampling: Options, *, order: int = URGENT, number: int = 0
     ) -> tuple[list[Completion], list[int]]:
         """Sample `n` continuations of one prompt on any server. This coroutine runs on the pool's event loop.
 
@@ -277,7 +277,7 @@ class ServerPool:
 
     # ----------------------------------------------------------------------------------------------------- weights
 
-    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
+    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[T]], urls: Sequence[str] | None = None) -> dict[str, T]:
         """Call an async function with several servers in parallel; return URL → return value.
 
         Args:

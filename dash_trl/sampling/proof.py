@@ -8,7 +8,6 @@ matrices instead, because a new adapter's B matrices are zero.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,13 +74,15 @@ def _scale(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return output * PERTURBATION
 
 
-def _shift(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def _shift(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Shift the output of a B matrix by `SHIFT` · Σ of its inputs, as if `SHIFT` were added to the matrix."""
     return output + SHIFT * inputs[0].sum(-1, keepdim=True)
 
 
 @contextmanager
-def _hooked(modules: list[nn.Module], hook: Callable[[nn.Module, Any, Tensor], Tensor]) -> Iterator[None]:
+def _hooked(
+    modules: list[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
+) -> Iterator[None]:
     """`with` block in which `hook` replaces the output of each module."""
     with ExitStack() as handles:
         for module in modules:

@@ -29,7 +29,7 @@ from dash_trl.sampling.checksum import weights_checksum, weights_version
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
 from dash_trl.sampling.sync import WeightSync, check_servers
-from dash_trl.sampling.vllm import ServedModel, VLLMServer
+from dash_trl.sampling.vllm import Options, ServedModel, VLLMServer
 from dash_trl.sampling.weights import TRAINED, WEIGHT_DIR, AdapterWeights, FileWeights, NamedTensors, obstacle
 from dash_trl.update import NO_LOG_PROB
 
@@ -134,9 +134,7 @@ class ServerGeneration(ExactMerges):
         """Return the optimizer steps that made these weight versions."""
         return [self._steps[version] for version in versions]
 
-    def requests(
-        self, prompts: list[list[int]], num_generations: int
-    ) -> Iterator[tuple[list[int], int, dict[str, Any]]]:
+    def requests(self, prompts: list[list[int]], num_generations: int) -> Iterator[tuple[list[int], int, Options]]:
         """Yield the first three arguments of `ServerPool.complete` for each group.
 
         A group is up to `num_generations` adjacent rows with equal prompts.
@@ -150,7 +148,7 @@ class ServerGeneration(ExactMerges):
             for done in range(0, count, num_generations):
                 yield ids, min(num_generations, count - done), sampling
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> Options:
         """Return the sampling parameters of all requests, under vLLM's names."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,

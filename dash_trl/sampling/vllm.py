@@ -35,6 +35,8 @@ NEUTRAL = {
 # 0.31). Without a connector, the name is None.
 EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
 
+Options = dict[str, Any]  # of a request for completions, under vLLM's names
+
 
 class ServerError(RuntimeError):
     """A server failed a request. The message leaves out the server's address."""
@@ -90,7 +92,7 @@ class VLLMServer:
     # --------------------------------------------------------------------------------------- sampling and scoring
 
     async def complete(
-        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float | None = None
+        self, prompt_ids: Sequence[int], n: int, sampling: Options, *, timeout: float | None = None
     ) -> list[Completion]:
         """Sample `n` continuations of one prompt.
 
@@ -110,7 +112,7 @@ class VLLMServer:
             return _finite([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)])
 
     async def _choices(
-        self, prompt_ids: Sequence[int], count: int, options: dict[str, Any], timeout: float | None = None
+        self, prompt_ids: Sequence[int], count: int, options: Options, timeout: float | None = None
     ) -> list[Any]:
         request = {
             "model": ADAPTER if self.uses_adapter else None,

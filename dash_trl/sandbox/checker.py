@@ -233,7 +233,7 @@ class Object:
             raise AttributeError(name)
         return self._solution_.ask("attribute", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._solution_.ask("set", self, name, value)
 
 
@@ -346,7 +346,7 @@ def compare_shapes(module: types.ModuleType, name: str) -> None:
     numpy = importlib.import_module("numpy")
     plain = getattr(module, name)
 
-    def fit(a: Any, b: Any, *_: object) -> Any:
+    def fit(a: object, b: object, *_: object) -> Any:
         return numpy.shape(a) == numpy.shape(b) or numpy.ndim(b) == 0 and numpy.size(a)
 
     setattr(module, name, lambda *both, **more: plain(*both, **more) if fit(*both, *more.values()) else plain(0, 1e9))

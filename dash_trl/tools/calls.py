@@ -14,7 +14,7 @@ from copy import deepcopy
 from inspect import iscoroutinefunction
 from typing import Any
 
-from dash_trl.tools.turns import Message
+from dash_trl.tools.turns import Content, Message, Tool
 from dash_trl.workers import (
     AsyncCalls,
     EventLoop,
@@ -49,13 +49,13 @@ class ProcessTool:
         ValueError: if the function cannot be pickled, or a number is out of range.
     """
 
-    def __init__(self, function: Callable[..., Any], *, timeout: float = 60.0, max_concurrency: int | None = None):
+    def __init__(self, function: Tool, *, timeout: float = 60.0, max_concurrency: int | None = None):
         self.function = function
         self.timeout = timeout
         self.workers = ProcessCalls([function], max_concurrency or default_workers())
         weakref.finalize(self, self.workers.close)
 
-    def as_function(self) -> Callable[..., Any]:
+    def as_function(self) -> Tool:
         """Return a function that stands for the tool, because TRL and Transformers accept only functions.
 
         `ToolCalls` finds the tool by the function's attribute `process_tool`.
@@ -97,15 +97,13 @@ class ToolCalls:
         backend = self._coroutines if iscoroutinefunction(function) else self._threads
         return await asyncio.wrap_future(backend.submit(function, arguments, timeout=self.timeout))
 
-    async def answer(
-        self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]
-    ) -> tuple[list[Message], int]:
+    async def answer(self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool]) -> tuple[list[Message], int]:
         """Make the parsed calls of one message: functions one after the other, then coroutine functions concurrently.
 
         Return one message per call, in TRL's order (functions first), and the number of failed calls. For errors see
         `call`.
         """
-        found: list[tuple[str, Any, bool]] = []  # name, content of the message, True = the call failed
+        found: list[tuple[str, Content, bool]] = []  # name, content of the message, True = the call failed
         waiting: list[tuple[str, Work]] = []
         for one in calls:
             name = one.get("name", "unknown")
@@ -143,14 +141,14 @@ class ToolCalls:
 # because `__str__` may take long.
 
 
-def _calls(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+def _calls(tool: Tool, arguments: Mapping[str, Any]) -> tuple[Content, bool]:
     try:
         return _written(tool(**arguments)), False
     except Exception as error:
         return _failure(error)
 
 
-async def _awaits(coroutine: Work) -> tuple[Any, bool]:
+async def _awaits(coroutine: Work) -> tuple[Content, bool]:
     try:
         return _written(await coroutine), False
     except Exception as error:
@@ -161,7 +159,7 @@ def _failure(error: BaseException) -> tuple[str, bool]:
     return _encodable(str({"error": str(error)})), True
 
 
-def _written(value: object) -> str | list[dict[str, str]]:
+def _written(value: object) -> Content:
     """Return a value as text, or as text blocks, without characters that tokenizers refuse."""
     if (
         isinstance(value, list)

@@ -16,7 +16,7 @@ from typing import Any
 
 from dash_trl.tools.calls import HANGS, ToolCalls
 from dash_trl.tools.environments import NO_PROMPT, Environments, methods_of, observed, owns_reward
-from dash_trl.tools.turns import TurnRules, Turns
+from dash_trl.tools.turns import Tool, TurnRules, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Conversation:
     turns: Turns = field(init=False)
     name: str | None = None
     environment: Any = None
-    tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    tools: dict[str, Tool] = field(default_factory=dict)
     failure: str | None = None
     reward: Any = ASK
     in_use: bool = True
@@ -70,11 +70,11 @@ class Conversations:
 
     rules: Callable[[], TurnRules]
     calls: ToolCalls
-    tools: Sequence[Callable[..., Any]]
+    tools: Sequence[Tool]
     environments: Environments
-    tokenize: Callable[[Any, Sequence[Any]], list[int]]
+    tokenize: Callable[[object, Sequence[Tool]], list[int]]
     end_id: int
-    use_environments: Callable[[list[Any]], None]
+    use_environments: Callable[[list[object]], None]
     _scored: Sequence[Conversation] = ()  # the rows that reward functions score next
 
     @property
@@ -131,7 +131,7 @@ class Conversations:
             row.turns.never_began(self.end_id)
         return row.failure is None
 
-    def _listed(self, row: Conversation) -> Sequence[Callable[..., Any]]:
+    def _listed(self, row: Conversation) -> Sequence[Tool]:
         return self.environments.tools.get(row.name, self.tools)
 
     def _set_up(self, row: Conversation) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
+from dash_trl.tools.turns import Tool
+
 NO_PROMPT = [{"role": "user", "content": ""}]  # as in TRL, if the environment's observation is the whole prompt
 
 
@@ -27,7 +29,7 @@ class Environments:
     """
 
     factories: Mapping[str | None, Callable[[], Any]]
-    tools: Mapping[str | None, Sequence[Any]]
+    tools: Mapping[str | None, Sequence[Tool]]
     pool: Mapping[str | None, list[Any]]
 
     def __post_init__(self) -> None:
@@ -72,7 +74,7 @@ class Environments:
             self._is_evaluating = False
 
 
-def methods_of(instance: object) -> list[Callable[..., Any]]:
+def methods_of(instance: object) -> list[Tool]:
     """Return the tools of an environment: its public methods except `reset` and `get_reward`."""
     names = (name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction))
     return [getattr(instance, name) for name in names if name not in ("reset", "get_reward") and name[0] != "_"]
@@ -83,7 +85,7 @@ def owns_reward(kind: type) -> bool:
     return inspect.isfunction(getattr(kind, "get_reward", None))
 
 
-def observed(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+def observed(prompt: list[dict[str, Any]], observation: object) -> list[dict[str, Any]]:
     """Return a prompt with an observation of `reset` (a text, text blocks or None) appended to its last message."""
     if observation is None:
         return prompt

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
+Tool = Callable[..., Any]  # or a coroutine function; of the user, or a method of an environment
+Content = str | list[dict[str, str]]  # of a tool's message: a text, or text blocks
 
 # Upper bound of the characters in one token; the longest known token has 128. If the answers of tools have more than
 # `MOST_CHARACTERS` × `most_tokens` characters, they cannot fit into a completion and are not tokenized.
@@ -32,7 +34,7 @@ class TurnRules:
     most_tokens: int
     context: float
     most_rounds: int
-    parse: Callable[[list[int], list[int], Sequence[Any]], Message]
+    parse: Callable[[list[int], list[int], Sequence[Tool]], Message]
     encode: Callable[[list[Message]], list[int]]
 
 
@@ -51,7 +53,7 @@ class Turns:
 
     rules: TurnRules
     prompt_ids: list[int]
-    tools: Sequence[Any]
+    tools: Sequence[Tool]
     completion_ids: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     log_probs: list[float | None] | None = field(default_factory=list)

@@ -27,6 +27,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 # Takes samples as lists of token ids, and returns one tensor per sample with the log-probs of some of its tokens.
 LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
+# Runs a model pass: takes input_ids, attention_mask and logits_to_keep, and returns (log-probs, …), as TRL's method.
+RunPass = Callable[..., tuple]
 
 # Number of tokens of each sample; even, so that a sample splits into prompt and completion, or into trunk and branches.
 SAMPLE_TOKENS = (24, 12, 18)
@@ -85,8 +87,8 @@ def isolation_flaw(
 
 
 def packing_flaw(
-    packed: Any,
-    padded: Any,
+    packed: RunPass,
+    padded: RunPass,
     model: nn.Module,
     *,
     vocabulary: int,
@@ -105,7 +107,7 @@ def packing_flaw(
         gradients: True = test the gradients, too.
     """
 
-    def log_probs(function: Any, samples: Sequence[Sequence[int]], start: int = 7) -> list[Tensor]:
+    def log_probs(function: RunPass, samples: Sequence[Sequence[int]], start: int = 7) -> list[Tensor]:
         # No sample begins as a tested prompt does. All tested prompts have the same last token, which is computed in
         # each row. With another one, log-probs would change even in a row that does not attend to the shared tokens.
         common = [*_tokens(COMMON_PROMPT_TOKENS - 1, start, vocabulary), 0] * shared
@@ -147,7 +149,7 @@ def _gradient(model: Any, log_probs: Callable[[], Sequence[Tensor]]) -> Tensor:
 
 
 def padding_effect(
-    plain: Any, placed: Any, model: nn.Module, *, vocabulary: int, pad_token_id: int, device: torch.device
+    plain: RunPass, placed: RunPass, model: nn.Module, *, vocabulary: int, pad_token_id: int, device: torch.device
 ) -> int:
     """Test whether padding before a row changes the log-probs of its second half.
 
@@ -161,7 +163,7 @@ def padding_effect(
     """
     row = _tokens(SAMPLE_TOKENS[0], 0, vocabulary)
 
-    def log_probs(function: Any, padding: int) -> Tensor:
+    def log_probs(function: RunPass, padding: int) -> Tensor:
         ids = torch.tensor([[pad_token_id] * padding + row], device=device)
         mask = torch.ones_like(ids)
         mask[:, :padding] = 0

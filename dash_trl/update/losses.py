@@ -28,7 +28,7 @@ from dash_trl.update.schedule import Share
 # These losses compare the policy with the sampler, so they need the sampler's log-probs. TRL computes each as `dapo`,
 # with these attributes of the trainer: aipo from the loss of each token that `aipo` returns, and decoupled PPO with its
 # importance sampling correction, whose ratio is π_prox/μ.
-OFF_POLICY_LOSSES: dict[str, dict[str, Any]] = {
+OFF_POLICY_LOSSES = {
     "aipo": {"loss_type": "dapo", "vllm_importance_sampling_correction": False},
     "decoupled_ppo": {
         "loss_type": "dapo",
@@ -63,7 +63,11 @@ def aipo(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, *, delta: flo
 
 
 def with_token_loss(
-    inputs: dict[str, Any], log_probs: Tensor, mask: Tensor, per_token_loss: Callable[..., Tensor | None], args: Any
+    inputs: dict[str, Any],
+    log_probs: Tensor,
+    mask: Tensor,
+    per_token_loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None],
+    args: Any,
 ) -> dict[str, Any]:
     """Return inputs with which TRL's loss computes `per_token_loss` for each token.
 

@@ -14,7 +14,7 @@ Letters: L tokens of the packed row, R rows, W tokens of the longest row, C chan
 
 import sys
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from dash_trl.update.trees import TreeShape, copied, sequences
+from dash_trl.update.trees import Trees, copied, sequences
 
 CHUNK = 64  # tokens that the delta rule computes together
 ALIKE = 0.6  # of the longest row in a batch, in chunks; see `_alike`
@@ -56,12 +56,12 @@ class Rows:
 
 
 @lru_cache(maxsize=8)  # all layers of a pass ask for the same rows
-def _rows(trees: tuple[TreeShape, ...], device: torch.device) -> Rows:
+def _rows(trees: Trees, device: torch.device) -> Rows:
     return Rows(sequences(trees), device)
 
 
 @lru_cache(maxsize=2)
-def _end_to_end(trees: tuple[TreeShape, ...], device: torch.device, before: int) -> tuple[Tensor, Tensor]:
+def _end_to_end(trees: Trees, device: torch.device, before: int) -> tuple[Tensor, Tensor]:
     """Return the tokens of a packed pass with the last `before` tokens before each row, and the places of each token.
 
     Index L stands for zeros, before the first token.
@@ -75,7 +75,7 @@ def _end_to_end(trees: tuple[TreeShape, ...], device: torch.device, before: int)
 
 
 @lru_cache(maxsize=2)
-def _batches(trees: tuple[TreeShape, ...], device: torch.device) -> tuple[list[tuple[Rows, Tensor | None]], Tensor]:
+def _batches(trees: Trees, device: torch.device) -> tuple[list[tuple[Rows, Tensor | None]], Tensor]:
     """Return batches of rows with similar lengths, and the order of their tokens.
 
     With a batch of branches come the places of their trunks' last states among the last states of the batches before.
@@ -112,7 +112,12 @@ def _alike(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _convolution(
-    function: Any, channels: Tensor, weight: Tensor, *others: Any, trees: Any = None, **kwargs: Any
+    function: Callable[..., Tensor],
+    channels: Tensor,
+    weight: Tensor,
+    *others: Any,
+    trees: Trees | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     """Convolve [1, C, L] within each row of a packed pass; otherwise call `function`."""
     if trees is None:
@@ -123,14 +128,14 @@ def _convolution(
 
 
 def _delta_rule(
-    function: Any,
+    function: Callable[..., tuple],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     g: Tensor,
     beta: Tensor,
-    trees: Any = None,
+    trees: Trees | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gated delta rule within each tree of a packed pass; otherwise call `function`."""
@@ -150,7 +155,10 @@ def _delta_rule(
     return torch.cat(outputs).index_select(0, order).unsqueeze(0), None
 
 
-FUNCTIONS: dict[str, Any] = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+}
 
 
 def _note_trees(layer: Any, args: object, kwargs: dict[str, Any]) -> None:

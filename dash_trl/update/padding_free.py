@@ -13,7 +13,7 @@ Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed ro
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +24,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import RolloutBatch
-from dash_trl.update.isolation import SAMPLE_TOKENS, packing_flaw, padding_effect
+from dash_trl.update.isolation import SAMPLE_TOKENS, RunPass, packing_flaw, padding_effect
 from dash_trl.update.mixers import keep_rows_apart
 from dash_trl.update.trees import (
     VARLEN_DTYPES,
+    Trees,
     TreeShape,
     copied,
     enable_padding_free,
@@ -72,7 +74,7 @@ class PackedLayout:
     position_ids: Tensor
     sources: Tensor
     targets: Tensor
-    trees: tuple[TreeShape, ...]
+    trees: Trees
     rows: int
 
     @classmethod
@@ -271,8 +273,11 @@ class ModelPasses:
         self._name = type(models[0]).__name__
         self._takes_positions = "position_ids" in signature(models[0].forward).parameters
         self._places = False
-        self._running: tuple[Any, PackedLayout | None] = None, None  # the key of the running pass, and its layout
-        self._hook: Any = None
+        self._running: tuple[tuple[int, ...] | None, PackedLayout | None] = (
+            None,
+            None,
+        )  # the key of the running pass, and its layout
+        self._hook: RemovableHandle | None = None
 
     @property
     def padding_free(self) -> bool:
@@ -288,7 +293,7 @@ class ModelPasses:
         self,
         wrapped: nn.Module,
         models: Sequence[PreTrainedModel],
-        padded: Callable[..., Any],
+        padded: RunPass,
         *,
         vocabulary: int,
         pad_token_id: int,
@@ -380,7 +385,7 @@ class ModelPasses:
         shared = None if self.min_shared is None else same_prompt(inputs, self.min_shared)
         return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], shared)}
 
-    def run(self, log_probs: Callable[..., tuple], model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> tuple:
+    def run(self, log_probs: RunPass, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> tuple:
         """Run a pass over `inputs` by `log_probs`, the trainer's method, and return its result."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
@@ -392,11 +397,11 @@ class ModelPasses:
         finally:
             self._running = None, None
 
-    def padded(self, log_probs: Callable[..., tuple]) -> Callable[..., tuple]:
+    def padded(self, log_probs: RunPass) -> RunPass:
         """Return `log_probs`, TRL's method, with position ids if padding before a prompt would shift positions."""
         return self._placed(log_probs) if self._places else log_probs
 
-    def _placed(self, log_probs: Callable[..., tuple]) -> Callable[..., tuple]:
+    def _placed(self, log_probs: RunPass) -> RunPass:
         def run(model: nn.Module, *batch: Any, **kwargs: Any) -> tuple:
             def placed(*, attention_mask: Tensor, **others: Any) -> Any:
                 positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -408,7 +413,7 @@ class ModelPasses:
 
     def log_probs(
         self,
-        padded: Callable[..., Any],
+        padded: RunPass,
         model: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,

@@ -61,13 +61,16 @@ class TreeShape:
         return self.trunk + sum(self.branches)
 
 
+Trees = tuple[TreeShape, ...]  # of a packed row
+
+
 def tree_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    trees: tuple[TreeShape, ...] = (),
+    trees: Trees = (),
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute SDPA within each tree of a packed row. Without trees, call transformers' own function for SDPA.
@@ -181,7 +184,7 @@ def _of_tree(
             yield attend(branch[0], *row[1:])
 
 
-def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
+def flash_tree_attention(attention: Callable[..., tuple]) -> Callable[..., tuple]:
     """Extend transformers' FlashAttention function to trees, where a branch has fewer queries than keys."""
 
     @wraps(attention)
@@ -194,7 +197,7 @@ def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
         key_tokens: Tensor | None = None,
         trees: object = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> tuple:
         if "cu_seq_lens_q" in kwargs:
             refuse_own_mask(module, attention_mask)
             attention_mask = None

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Reversible, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
@@ -23,7 +23,9 @@ LONGEST_PAUSE = 30.0  # seconds; limit of the random pause before a retry (up to
 MOST_HANGING = 256  # while this many calls hang, further calls end with `GivenUp`: each of them would hold a thread
 
 
-Work = Coroutine[Any, Any, Any]  # for an `EventLoop`
+T = TypeVar("T")
+Work = Coroutine[Any, Any, T]  # for an `EventLoop`
+Function = Callable[..., Any]  # or a coroutine function
 
 
 class Overdue(TimeoutError):
@@ -35,12 +37,12 @@ class GivenUp(RuntimeError):
 
 
 class Call(NamedTuple):
-    function: Callable[..., Any]
+    function: Function
     arguments: Mapping[str, Any]
     timeout: float  # in seconds
 
 
-def outcome_of(call: Future[Any]) -> Any:
+def outcome_of(call: Future[T]) -> T | BaseException:
     """Return the value of an ended call, or its error."""
     try:
         return call.result()
@@ -53,7 +55,7 @@ def cancel_all(calls: Reversible[Future[Any]]) -> None:
         call.cancel()
 
 
-async def together(works: Iterable[Work]) -> list[Any]:
+async def together(works: Iterable[Work[T]]) -> list[T]:
     """Run coroutines concurrently; return their results in order, or cancel all and raise their first error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -64,7 +66,7 @@ async def together(works: Iterable[Work]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def in_time(outcome: Awaitable[Any], seconds: float, error: Exception) -> Any:
+async def in_time(outcome: Awaitable[T], seconds: float, error: Exception) -> T:
     """Wait for an outcome; raise `error` if it takes too long."""
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -102,7 +104,7 @@ class EventLoop:
         self._loop.run_forever()
         self._loop.close()
 
-    def run(self, coroutine: Work) -> Any:
+    def run(self, coroutine: Work[T]) -> T:
         """Run a coroutine, wait for its end and return its value. An interrupt of the wait cancels the coroutine."""
         future = self.start(coroutine)
         try:
@@ -111,7 +113,7 @@ class EventLoop:
             future.cancel()
             raise
 
-    def start(self, coroutine: Work) -> Future[Any]:
+    def start(self, coroutine: Work[T]) -> Future[T]:
         """Run a coroutine without waiting for it; return its future, which cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -167,7 +169,7 @@ class Backend:
         self._lock = threading.Lock()
         self._loop: EventLoop | None = None
 
-    def submit(self, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float) -> Future[Any]:
+    def submit(self, function: Function, arguments: Mapping[str, Any], *, timeout: float) -> Future[Any]:
         """Submit a call, on any thread, without waiting for it; return its future, which cancels it.
 
         Args:
@@ -294,7 +296,7 @@ def _work(call: Call, ended: Future[Any]) -> None:
 
 
 def call_all(
-    backend: Backend, function: Callable[..., Any], arguments: Sequence[Mapping[str, Any]], *, timeout: float
+    backend: Backend, function: Function, arguments: Sequence[Mapping[str, Any]], *, timeout: float
 ) -> list[Any]:
     """Call a function in parallel; return values and errors in the order of `arguments`. An interrupt cancels all."""
     calls = [backend.submit(function, one, timeout=timeout) for one in arguments]

@@ -32,7 +32,7 @@ from loky.backend.process import LokyProcess
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
-from dash_trl.workers.backends import CALLS_AHEAD, Backend, Call
+from dash_trl.workers.backends import CALLS_AHEAD, Backend, Call, Function
 
 # Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
 # machine's memory before its timeout.
@@ -108,7 +108,7 @@ def _end(reference: "weakref.ref[ProcessPool]") -> None:
         pool.join()
 
 
-def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
+def pack(functions: Sequence[Function]) -> bytes:
     """Pickle functions for other processes, or raise a `ValueError` if one cannot be pickled."""
     try:
         return cloudpickle.dumps(functions)
@@ -139,7 +139,7 @@ class ProcessCalls(Backend):
 
     def __init__(
         self,
-        functions: Sequence[Callable[..., Any]],
+        functions: Sequence[Function],
         count: int,
         *,
         prepare: Callable[[], object] | None = None,
@@ -193,7 +193,7 @@ class ProcessCalls(Backend):
 
 # ------------------------------------------------------------------------------------------------ inside a worker
 
-_functions: list[Callable[..., Any]] = []
+_functions: list[Function] = []
 
 
 def _begin(packed: bytes, prepare: Callable[[], object] | None, parent: int) -> None:

@@ -10,10 +10,10 @@ import functools
 import os
 import pickle
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from dash_trl.workers.backends import Backend, Call, outcome_of
+from dash_trl.workers.backends import Backend, Call, Function, outcome_of
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, pack
 
 CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
@@ -31,7 +31,7 @@ class RayCalls(Backend):
         ValueError: if this process is not connected, and `RAY_ADDRESS` is not set; see also `ProcessCalls`.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], count: int = 256, **settings: Any):
+    def __init__(self, functions: Sequence[Function], count: int = 256, **settings: Any):
         super().__init__(count, **settings)
         packed = pack(functions)
         _connect()
