@@ -60,7 +60,7 @@ class MicroSteps:
                 shares=self.schedule.shares_of_window(micro_step),
                 streamed=by_group and self._streams(micro_step),
             )
-            self.schedule.window_sampled(micro_step)
+            self.schedule.sampled_at = micro_step
         share = self.schedule.micro_steps_of_share(micro_step)
         if micro_step + 1 < share.stop:
             return
@@ -77,7 +77,7 @@ class MicroSteps:
                 if self._host.args.loss_type not in ROW_MEAN_LOSSES:
                     self.rescale = part.rescale
                 break
-        if self.schedule.ends_window(micro_step):
+        if (micro_step + 1) % self._host.args.steps_per_generation == 0:
             self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole
 
     def _streams(self, micro_step: int) -> bool:

@@ -68,10 +68,6 @@ class Run:
             host, log_probs.rules, prompts, self.queue, dynamic, self.micro_steps, self.skipped
         )
 
-    def begin_optimizer_step(self, first: int, micro_steps: int) -> None:
-        self.micro_steps.begin_optimizer_step(first, micro_steps)
-        self.checkpoints.begin_optimizer_step()
-
     def end_optimizer_step(self) -> None:
         host = self._host
         host.recorder.end_step()

@@ -264,7 +264,8 @@ class DASHTrainer(GRPOTrainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
             self.ranks.agree(checks.check_first_step, len(batches), self.args)
-        self._run.begin_optimizer_step(self._step, len(batches))
+        self._run.micro_steps.begin_optimizer_step(self._step, len(batches))
+        self._run.checkpoints.begin_optimizer_step()
         return batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:

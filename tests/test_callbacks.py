@@ -197,8 +197,8 @@ def test_a_notebook_shows_the_rewards_and_the_curves_also_after_an_interrupt(tra
         monitor(trainer)
         monitor(trainer)  # the cell runs again
 
-    settings = {"max_steps": 2, "logging_steps": 10, "callbacks": [Stops()], "eval_strategy": "no"}
-    shell.user_ns["begin"] = lambda: train(prepare=prepare, **settings)
+    settings = {"max_steps": 2, "logging_steps": 10, "callbacks": [Stops()], "prepare": prepare}
+    shell.user_ns["begin"] = lambda: train(**settings)
     shell.run_cell("trainer = begin()").raise_error()
     trainer = shell.user_ns["trainer"]
     (table,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, NotebookProgressCallback)]

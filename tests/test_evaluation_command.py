@@ -68,8 +68,8 @@ def test_truncated_is_what_did_not_end(model, tiny_model):
         assert all(len(one.token_ids) == 40 for one in samples if one.truncated)
 
 
-def test_a_lora_adapter_is_merged(tiny_model, tokenizer):
-    """Unless the caller has it: its generation config is as before, which PEFT's generate writes into its model."""
+def test_a_lora_adapter_is_not_merged(tiny_model, tokenizer):
+    """In bf16, that would lose small changes. Its generation config is as before: PEFT's generate writes into it."""
     torch.manual_seed(0)
     adapted = get_peft_model(
         load(tiny_model), LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
@@ -77,7 +77,7 @@ def test_a_lora_adapter_is_merged(tiny_model, tokenizer):
     adapted.save_pretrained("lora")
     ids = torch.tensor([tokenizer("1 + 2")["input_ids"]])
     with open_sampler(Path("lora").resolve()) as sampler:
-        assert not any("lora" in name for name, _ in sampler.model.named_parameters())
+        assert any("lora" in name for name, _ in sampler.model.named_parameters())
         assert torch.allclose(sampler.model.cpu()(ids).logits, adapted(ids).logits, atol=1e-4)
     ends = adapted.generation_config.eos_token_id = [1, 77]
     list(LocalSampler(adapted, tokenizer).sample(["1"], max_completion_length=3))

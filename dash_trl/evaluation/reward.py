@@ -36,7 +36,7 @@ class Reward(AbstractContextManager["Reward"]):
     """
 
     def __init__(self, function: Any):
-        found = unpack(function, timeout=PATIENCE)
+        found = unpack(function, timeout=PATIENCE) or []
         if len(found) != 1 or is_reward_model(found[0]):
             raise ValueError(
                 f"An evaluation needs one reward function, which says what is correct, but there are {len(found)}, or "

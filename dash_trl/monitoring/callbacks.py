@@ -36,7 +36,7 @@ def monitor(trainer: Trainer) -> None:
             from dash_trl.monitoring.notebook import RewardTableCallback
 
             trainer.remove_callback(shown)
-            trainer.add_callback(RewardTableCallback(metrics))
+            trainer.add_callback(RewardTableCallback(metrics.draw))
 
 
 class RewardProgressCallback(ProgressCallback):

@@ -1,12 +1,12 @@
 """The table and the picture of a run in a notebook. `monitor` imports this module only there."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from IPython import get_ipython
 from IPython.display import Image, display
 from transformers.utils.notebook import NotebookProgressCallback
-
-from dash_trl.monitoring.callbacks import MetricsFileCallback
 
 # Title of a column → the figure in it. A column without a figure is not shown.
 COLUMNS = {
@@ -22,18 +22,18 @@ class RewardTableCallback(NotebookProgressCallback):
     """Shows figures of each logged step in the notebook's table, and `run.png` below the cell.
 
     Args:
-        metrics: draws the picture.
+        draw: function that draws the picture and returns its path; see `MetricsFileCallback.draw`.
     """
 
-    def __init__(self, metrics: MetricsFileCallback):
+    def __init__(self, draw: Callable[[], Path]):
         super().__init__()
-        self._metrics = metrics
+        self._draw = draw
 
     def on_train_begin(self, *args, **kwargs) -> None:
         super().on_train_begin(*args, **kwargs)
-        self._lines: dict[int, dict[str, float]] = {}  # step → title → figure
+        self._lines = dict[int, dict[str, float]]()  # step → title → figure
         self._events = get_ipython().events
-        self._events.register("post_run_cell", self._draw)  # an interrupted cell has this event, too
+        self._events.register("post_run_cell", self._show)  # an interrupted cell has this event, too
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         found = {title: logs[name] for title, name in COLUMNS.items() if logs.get(name) is not None}
@@ -51,7 +51,7 @@ class RewardTableCallback(NotebookProgressCallback):
         self.training_tracker.remove_child()  # its bar; the figures came with their log
         self.prediction_bar = None
 
-    def _draw(self, _: object) -> None:
-        self._events.unregister("post_run_cell", self._draw)
+    def _show(self, _: object) -> None:
+        self._events.unregister("post_run_cell", self._show)
         with suppress(ValueError, KeyboardInterrupt):  # no log has a reward; stopped once more
-            display(Image(self._metrics.draw()))
+            display(Image(self._draw()))

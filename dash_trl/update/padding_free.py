@@ -273,10 +273,8 @@ class ModelPasses:
         self._name = type(models[0]).__name__
         self._takes_positions = "position_ids" in signature(models[0].forward).parameters
         self._places = False
-        self._running: tuple[tuple[int, ...] | None, PackedLayout | None] = (
-            None,
-            None,
-        )  # the key of the running pass, and its layout
+        # The key of the running pass, and its layout.
+        self._running: tuple[tuple[int, ...] | None, PackedLayout | None] = None, None
         self._hook: RemovableHandle | None = None
 
     @property

@@ -71,6 +71,7 @@ class Schedule:
     Attributes:
         optimizer_step: the micro-steps of the running optimizer step.
         ran_model: True = a pass of this optimizer step has been planned.
+        sampled_at: the micro-step at which the window in use was sampled; `None` at first.
         shares: first micro-step → share of this optimizer step, also without survivors.
     """
 
@@ -82,7 +83,7 @@ class Schedule:
         self.shares: dict[int, Share] = {}
         self._global_step = -1
         self._completed = 0
-        self._sampled_at: int | None = None
+        self.sampled_at: int | None = None
 
     def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> bool:
         """Begin an optimizer step of `micro_steps` micro-steps, from `first` on.
@@ -114,14 +115,11 @@ class Schedule:
 
     def samples_again(self, micro_step: int) -> bool:
         """Whether a run resumed at `micro_step` samples the window in use again, because it begins there or later."""
-        return self._sampled_at is not None and self._sampled_at >= micro_step
+        return self.sampled_at is not None and self.sampled_at >= micro_step
 
     def window_due(self, micro_step: int) -> bool:
         """Whether a new window begins at this micro-step, and has not been sampled."""
-        return micro_step % self._args.window_batches == 0 and self._sampled_at != micro_step
-
-    def window_sampled(self, micro_step: int) -> None:
-        self._sampled_at = micro_step
+        return micro_step % self._args.window_batches == 0 and self.sampled_at != micro_step
 
     def has_whole_share(self, micro_step: int) -> bool:
         """Whether the optimizer step runs a full share of the window. At the end of a stream, it runs fewer rows."""
@@ -134,10 +132,6 @@ class Schedule:
         begin = micro_step - micro_step % self._args.steps_per_generation
         step = self.optimizer_step
         return range(max(begin, step.start), min(begin + self._args.steps_per_generation, step.stop))
-
-    def ends_window(self, micro_step: int) -> bool:
-        """Whether this is the last micro-step of an iteration over the window in use (see `num_iterations`)."""
-        return (micro_step + 1) % self._args.steps_per_generation == 0
 
     def shares_of_window(self, micro_step: int) -> list[range]:
         """Return the micro-steps of each share of a new window, counted from the window's first, `micro_step`."""
