@@ -2,11 +2,13 @@
 
     python benchmarks/async_overlap.py --json async_overlap.json          # ~5 minutes on 2 cores
     python benchmarks/async_overlap.py --at_once 32                       # the server samples a quarter of a window
+    python benchmarks/async_overlap.py --at_once 32 --hidden 192 --remote 0.009     # on a machine of its own, simulated
 
 The server samples windows of 16 groups of 8 completions. The length of a group's completions is lognormal, at most 6
 times the median, and the same in every run. The trainer learns from all rows. The gain is largest if sampling and
 training take equally long. On a machine where sampling takes much longer, `--hidden` (a wider model with random
-weights) and `--iterations` make training longer.
+weights) makes training longer. With `--remote`, the server only gets weights: completions are made up after the seconds
+that they would take on another machine, since a server on this one takes caches and memory from the trainer.
 
 Runs with k = 0, 1, 2 (`async_level`), and with k = 0 and `reward_pipeline`, alternate. `k0`, `k1`, `k2` and `streamed`
 are the seconds between the ends of two windows: medians, without the first k + 2 windows. The other figures come from
@@ -15,13 +17,13 @@ the runs with k = 0, in which generation, weight sync and training follow each o
 - `generation`: seconds for which the trainer waits for the rollouts of a window.
 - `weights`: seconds of a weight sync.
 - `training`: seconds of the rest of the window.
-- `max_stage`: the larger of `generation` and `training` + `weights`. A window takes so long if everything overlaps.
 - `streamed_gain`: `k0` / `streamed`.
 
 TRL's experimental AsyncGRPOTrainer is not compared, since it does not run on a CPU: it needs FlashAttention 3 kernels
 and NCCL.
 """
 
+import asyncio
 import math
 import random
 from collections.abc import Iterator
@@ -30,7 +32,7 @@ from typing import Any
 import harness
 
 from dash_trl import RewardRunner
-from dash_trl.sampling import ServerGeneration
+from dash_trl.sampling import Completion, ServerGeneration, ServerPool
 from dash_trl.toy import arithmetic_dataset, arithmetic_tokenizer, toy_model
 
 GROUPS = 16
@@ -62,21 +64,33 @@ class LongTailed(ServerGeneration):
             yield ids, n, sampling | {"max_tokens": length(ids)}
 
 
+class Elsewhere(ServerPool):
+    """Pool whose completions take `seconds` per token, some `groups` at a time, and no CPU of this machine."""
+
+    seconds: float
+    groups: asyncio.Semaphore
+
+    async def complete(self, prompt: object, n: int, sampling: dict[str, Any], **_: object) -> Any:
+        tokens = sampling["max_tokens"]
+        async with self.groups:
+            await asyncio.sleep(self.seconds * tokens)
+        return [Completion([100] * tokens, [-1.0] * tokens)] * n, [self.fleet.version] * 2
+
+
 def random_reward(completion: Any) -> float:
     """Returns a random reward, so that every group has signal and no row is dropped."""
     return random.random()
 
 
-def windows(model: str, level: int, pipeline: bool, url: str, iterations: int) -> dict[str, list[float]]:
+def windows(model: str, level: int, pipeline: bool, url: str, at_once: int, remote: float) -> dict[str, list[float]]:
     """Trains a model; returns the seconds of each counted window and of its stages."""
     clock = harness.Clock()
     settings = {
         "per_device_train_batch_size": GROUP,
         "gradient_accumulation_steps": GROUPS,
         "num_generations": GROUP,
-        "num_iterations": iterations,
         "max_completion_length": LONGEST,
-        "max_steps": (WINDOWS + level + 2) * iterations,
+        "max_steps": WINDOWS + level + 2,
         "gradient_filter_threshold": None,
         "vllm_server_urls": [url],
         "generation_kwargs": {"ignore_eos": True},
@@ -84,18 +98,21 @@ def windows(model: str, level: int, pipeline: bool, url: str, iterations: int) -
         "vllm_importance_sampling_correction": False,
         "async_level": level,
         "reward_pipeline": pipeline,
-        "logging_steps": iterations,
     }
     train = arithmetic_dataset("train", 512)
     trainer = harness.toy_trainer(
         settings, path=model, train=train, reward_funcs=RewardRunner(random_reward), callbacks=[clock]
     )
     trainer.vllm_generation.__class__ = LongTailed
+    if remote:
+        pool = trainer.vllm_generation.pool
+        pool.__class__ = Elsewhere
+        pool.seconds = remote
+        pool.groups = asyncio.Semaphore(at_once // GROUP)
     trainer.train()
-    ends = clock.ends[iterations - 1 :: iterations]
-    found = {"window": [after - before for before, after in zip(ends, ends[1:], strict=False)]}
+    found = {"window": [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]}
     for name in ("wait_for_rollouts", "wait_for_weights"):
-        logged = [log[f"time/{name}"] * iterations for log in trainer.state.log_history if f"time/{name}" in log]
+        logged = [log[f"time/{name}"] for log in trainer.state.log_history if f"time/{name}" in log]
         found[name] = logged[1:]
     return {name: values[level + 1 :] for name, values in found.items()}
 
@@ -116,21 +133,18 @@ def wide_model(hidden: int) -> str:
     return folder
 
 
-def main(iterations: int, at_once: int, hidden: int) -> dict[str, float]:
+def main(at_once: int, hidden: int, remote: float) -> dict[str, float]:
     model = wide_model(hidden) if hidden else toy_model()
-    runs = [*RUNS][: 3 if iterations > 1 else 4]  # a streamed window serves one step
-    seconds: dict[str, dict[str, list[float]]] = {run: {} for run in runs}
+    seconds: dict[str, dict[str, list[float]]] = {run: {} for run in RUNS}
     with harness.server_beside(model, options=["--max-num-seqs", str(at_once)]) as url:
-        for run in runs * ROUNDS:  # they alternate
-            for name, values in windows(model, *RUNS[run], url, iterations).items():
+        for run in [*RUNS] * ROUNDS:  # they alternate
+            for name, values in windows(model, *RUNS[run], url, at_once, remote).items():
                 seconds[run].setdefault(name, []).extend(values)
     rows = {run: harness.medians(found) for run, found in seconds.items()}
     results = {run: row["window"] for run, row in rows.items()}
     results |= {"generation": rows["k0"]["wait_for_rollouts"], "weights": rows["k0"]["wait_for_weights"]}
     results["training"] = results["k0"] - results["generation"] - results["weights"]
-    results["max_stage"] = max(results["generation"], results["training"] + results["weights"])
-    if "streamed" in results:
-        results["streamed_gain"] = results["k0"] / results["streamed"]
+    results["streamed_gain"] = results["k0"] / results["streamed"]
     for name, row in {**rows, "all": results}.items():
         harness.say(f"{name}: seconds", row)
     return results
@@ -140,7 +154,7 @@ if __name__ == "__main__":
     harness.run(
         main,
         __doc__,
-        iterations={"type": int, "default": 1, "help": "optimizer steps per window; more steps make training longer"},
         hidden={"type": int, "default": 0, "help": "width of a model with random weights; 0 = the toy model"},
         at_once={"type": int, "default": GROUPS * GROUP, "help": "rows that the server samples at once"},
+        remote={"type": float, "default": 0.0, "help": "seconds of a token on another machine; 0 = a server here"},
     )

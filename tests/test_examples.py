@@ -23,7 +23,6 @@ from train_math import MathArguments
 from transformers import TrainerCallback
 
 import dash_trl.script
-from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp, toy_defaults
 from tests.launching import CONFIGS, ROOT, SHARED, flags, needs_data
 from tests.tiny import read_rows, refused
@@ -149,7 +148,6 @@ def test_real_problems_with_flags(toy, tmp_path, capsys):
         *flags({"per_device_eval_batch_size": 4, "reward_pipeline": True}),
     )
     (step,) = steps(tmp_path)
-    load_reward(DEMO.with_name("delayed.py"), "briefly")
     assert step["rewards/math_accuracy/mean"] < 0.2 and step["filter/dropped_unscored"] == 0
     assert "eval_reward" in (tmp_path / "metrics.jsonl").read_text()
     assert (tmp_path / "checkpoint-1").is_dir() and (tmp_path / "model.safetensors").exists()
