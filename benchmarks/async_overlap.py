@@ -70,7 +70,7 @@ class Elsewhere(ServerPool):
     seconds: float
     groups: asyncio.Semaphore
 
-    async def complete(self, prompt: object, n: int, sampling: dict[str, Any], **_: object) -> Any:
+    async def complete(self, prompt_ids: Any, n: int, sampling: Any, *, order: int = 0, number: int = 0) -> Any:
         tokens = sampling["max_tokens"]
         async with self.groups:
             await asyncio.sleep(self.seconds * tokens)

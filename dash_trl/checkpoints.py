@@ -40,7 +40,7 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     if found is None:
         raise ValueError(
             f"resume_from_checkpoint={value!r} names no whole checkpoint of its run: {'; '.join(reasons)}. Name "
-            "another checkpoint, or leave it out, to begin anew."
+            "another checkpoint (of another run, too), or leave it out, to begin anew."
         )
     if reasons:
         logger.warning(f"The run goes on from {found}, not from a later one: {'; '.join(reasons)}.")
@@ -123,7 +123,7 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
     then = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").max_steps
     if then != max_steps:
-        said.append(f"max_steps={then}, so the learning rate now follows the schedule of {max_steps} steps")
+        said.append(f"max_steps={then}, so after one step, the learning rate follows the schedule of {max_steps} steps")
     for own, group in zip(asked, groups, strict=True):
         adamw = "decoupled_weight_decay"  # Adam has it, too, as False
         if own.keys() - group.keys() or own.get(adamw) != group.get(adamw):

@@ -76,7 +76,6 @@ def update(name: str, given: argparse.Namespace, options: Sequence[str]) -> str:
     import dash_trl.trainer
     from dash_trl.comparison import Scripted, compare_update
 
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of a rollout_func, which is not the user's
     (model,) = HfArgumentParser(ModelConfig).parse_args_into_dataclasses(["--model_name_or_path", name, *options])
     script = Scripted(
         constant=1 / 4, rows=given.rows, longest=given.completion_tokens, prompt_tokens=given.prompt_tokens

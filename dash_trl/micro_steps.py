@@ -52,7 +52,8 @@ class MicroSteps:
         by_group = self._host.args.reward_pipeline and self.schedule.has_whole_share(micro_step)
         if not by_group:
             self.wait_for_rest()
-        if self._window is None or self._window.whole is not None and self.schedule.window_due(micro_step):
+        begins = micro_step % self._host.args.window_batches == 0 and self.schedule.sampled_at != micro_step
+        if self._window is None or self._window.whole is not None and begins:
             self._window = self._collector.window(
                 examples,
                 micro_step=micro_step,

@@ -196,7 +196,8 @@ def check_batch(dataset: object, args: DASHConfig) -> None:
         raise ValueError(
             f"train_dataset has {len(dataset)} prompts, but one generation batch takes {needed} "
             f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
-            "batch could be filled. Lower per_device_train_batch_size or gradient_accumulation_steps, or add data."
+            "batch could be filled. Lower per_device_train_batch_size, gradient_accumulation_steps or "
+            "steps_per_generation, or add data."
         )
 
 

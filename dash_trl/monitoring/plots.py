@@ -40,6 +40,8 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
         ValueError: if the file has no training log.
     """
     logs = read_metrics(metrics)
+    if len(logs) == 1:  # a line needs two points
+        logs = [{**logs[0], "step": 0}, *logs]
     steps = [log["step"] for log in logs]
     figure = Figure(figsize=(15, 3), layout="constrained")
     reward, kept, length, entropy, seconds = figure.subplots(1, 5)

@@ -9,8 +9,6 @@ import torch
 
 # The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
-# The trainer waits for servers. These seconds are also counted in "generate".
-WAITING = ("wait_for_rollouts", "wait_for_weights")
 
 
 class Recorder:
@@ -24,7 +22,8 @@ class Recorder:
         self.logs = logs
         self._args = args
         self._state = state
-        self._phases = PHASES + (WAITING if args.names_servers else ())
+        # The trainer waits for servers. These seconds are also counted in "generate".
+        self._phases = PHASES + (("wait_for_rollouts", "wait_for_weights") if args.names_servers else ())
         # The time in which the trainer has no scored group to train on, or waits for slower ranks; on servers, groups
         # may still be sampled.
         self._phases += ("wait_for_rewards",) if args.reward_pipeline else ()

@@ -117,10 +117,6 @@ class Schedule:
         """Whether a run resumed at `micro_step` samples the window in use again, because it begins there or later."""
         return self.sampled_at is not None and self.sampled_at >= micro_step
 
-    def window_due(self, micro_step: int) -> bool:
-        """Whether a new window begins at this micro-step, and has not been sampled."""
-        return micro_step % self._args.window_batches == 0 and self.sampled_at != micro_step
-
     def has_whole_share(self, micro_step: int) -> bool:
         """Whether the optimizer step runs a full share of the window. At the end of a stream, it runs fewer rows."""
         return len(self.micro_steps_of_share(micro_step)) == min(
