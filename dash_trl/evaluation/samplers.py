@@ -67,7 +67,7 @@ class Checkpoint:
         base: name or directory of the full weights: `name` itself, or an adapter's base model.
         config: the config of the base model.
     Raises:
-        OSError: if no model has this name.
+        ValueError: if no model has this name.
     """
 
     def __init__(self, name: str):
@@ -76,7 +76,13 @@ class Checkpoint:
         self.is_adapter = adapter.is_file()
         if self.is_adapter:
             self.base = json.loads(adapter.read_text())["base_model_name_or_path"]
-        self.config = AutoConfig.from_pretrained(self.base)
+        try:
+            self.config = AutoConfig.from_pretrained(self.base)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{name!r} is no model. Name a hub model or a folder with a config.json: what save_model() wrote, or a "
+                f"checkpoint. {error}"
+            ) from error
         own = Path(name, "tokenizer_config.json").is_file()
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name if own else self.base)
 
@@ -258,8 +264,7 @@ def open_sampler(
         batch_size: see `LocalSampler`.
         weight_dir: where the weights for servers are written; servers must see it under the same path.
     Raises:
-        OSError: if the model does not exist.
-        ValueError: if servers have a model of another shape.
+        ValueError: if the model does not exist, or servers have a model of another shape.
         PoolError: see `check_servers` and `load_checkpoint`.
         WeightMismatch: see `load_checkpoint`.
     """
