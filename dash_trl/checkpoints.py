@@ -127,8 +127,10 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     for own, group in zip(asked, groups, strict=True):
         adamw = "decoupled_weight_decay"  # Adam has it, too, as False
         if own.keys() - group.keys() or own.get(adamw) != group.get(adamw):
-            differ = sorted(own.keys() ^ group.keys()) or adamw
-            raise ValueError(f"{checkpoint} is of another optimizer ({differ} differ). Resume with its optim. {remedy}")
+            raise ValueError(
+                f"{checkpoint} is of another optimizer, which differs in {sorted(own.keys() ^ group.keys()) or adamw}. "
+                f"Resume with its optim. {remedy}"
+            )
         changed = [key for key in own if key not in CHANGING and own[key] != group[key]]
         said += [f"{OPTIONS.get(key, key)}={group[key]}, which is used, not {own[key]}" for key in changed]
     return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {remedy}" if said else None

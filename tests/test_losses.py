@@ -162,7 +162,7 @@ def test_a_loss_of_ones_own(tiny_model, train, others):
     assert trl.state.log_history[1]["clip_ratio/region_mean"] > 0.01
     assert_same_update(tiny_model, trl, own)
     for wrong, said in (
-        ({"loss_type": "sapo"}, "loss_type='sapo'. It must"),
+        ({"loss_type": "sapo"}, "loss_type='sapo', and a tensor"),
         ({"beta": 0.1}, "Set use_bias_correc"),
         ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold=0.5 does not go"),
     ):

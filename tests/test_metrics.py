@@ -29,7 +29,7 @@ def test_ten_windows_in_a_row_without_a_kept_row_are_warned_of_with_what_dropped
     caplog.clear()
     empty.note(nothing, 0.25)  # a callback has changed the threshold
     (record,) = caplog.records
-    assert "Of the last window's rows 75% have no signal" in record.message and "5% are unscored: see" in record.message
+    assert "Of the last window's rows 75% have no signal" in record.message and "5% are unscored:" in record.message
     assert "20% are under gradient_filter_threshold=0.25: lower" in record.message
 
 

@@ -243,7 +243,7 @@ def test_settings_of_the_checkpoint(train, caplog, saved):
     saved_group = {"momentum": 0, "initial_lr": 1}  # this run has no schedule
     assert "has momentum=0, which is used, not 1" in compared(end, [{"momentum": 1}], [saved_group], 6)
     for optimizer in ("sgd", "adafactor"):
-        refused("another optimizer .*'betas'", recorded, train, end, max_steps=3, optimizer=optimizer)
+        refused("another optimizer, .*'betas'", recorded, train, end, max_steps=3, optimizer=optimizer)
 
 
 def test_a_damaged_file_is_refused(train, tmp_path, saved):

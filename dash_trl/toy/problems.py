@@ -24,6 +24,11 @@ DRAWS = 30  # if this many draws per problem yield too few problems, all problem
 ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
 
+def split_of(problem: str) -> str:
+    """Return the split of a problem, "train" or "test", which depends only on its text."""
+    return "test" if hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0 else "train"
+
+
 def problems_of(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
     """Yield problems of a split without end, such as `7+5-3+8`; every running total is within 0 … LARGEST_TOTAL.
 
@@ -40,8 +45,7 @@ def problems_of(split: str, generator: random.Random, operands: Sequence[int] = 
             sign = generator.choice([sign for sign in (1, -1) if 0 <= total + sign * operand <= LARGEST_TOTAL])
             total += sign * operand
             problem += f"{'+' if sign > 0 else '-'}{operand}"
-        of_test = hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0
-        if of_test == (split == "test"):
+        if split_of(problem) == split:
             yield problem
 
 
