@@ -116,10 +116,7 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     Raises:
         ValueError: if the checkpoint is of another optimizer, whose settings have other names.
     """
-    remedy = (
-        f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}, or, of an adapter, "
-        "PeftModel.from_pretrained(..., is_trainable=True)."
-    )
+    remedy = f"For other settings, begin a new run with its weights: {checkpoint} as the model (docs/howto/lora.md)."
     said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
     then = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").max_steps
     if then != max_steps:

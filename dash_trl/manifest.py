@@ -67,9 +67,11 @@ def find(folder: Path) -> tuple[Path | None, list[str]]:
             reasons.append(f"{path} is of another run ({name})" if found else f"the run in {path} has saved none yet")
         elif damaged := _damaged(path):
             is_none = not found and not (path / LIST).exists()
-            said = f"in {path}, {damaged[0]} is missing, damaged or incomplete (without {LIST}, this is not checked)"
-            missing = f"{path} {'has no checkpoint' if path.exists() else 'does not exist'}"
-            reasons.append(missing if is_none else said)
+            reasons.append(
+                f"{path} {'has no checkpoint' if path.exists() else 'does not exist'}"
+                if is_none
+                else f"in {path}, {damaged[0]} is missing, damaged or incomplete (without {LIST}, this is not checked)"
+            )
         else:
             return path, reasons
     return None, reasons

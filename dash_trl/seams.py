@@ -184,7 +184,7 @@ def use_own_generator(dataloader: DataLoader, seed: int) -> None:
 def begin_accelerate(args: TrainingArguments) -> None:
     """Let accelerate forget other trainers, and let a run on CPUs train on the device "cpu".
 
-    Several processes would train on "cpu:0", which `torch.load` of an optimizer does not know. Only for a GPU is memory
+    Several processes would train on "cpu:0", which `torch.load` of an optimizer does not know. No memory is
     pinned.
     """
     AcceleratorState._reset_state()

@@ -174,14 +174,13 @@ class DASHTrainer(GRPOTrainer):
         try:
             return super().train(found, *args, **kwargs)
         except KeyboardInterrupt:  # whose traceback has hundreds of lines
-            state = self.state
             last, _ = manifest.find(Path(self.args.output_dir))
             goes_on = (
                 f"train(resume_from_checkpoint=True) goes on from {last.name}" if last else "No checkpoint is saved"
             )
             raise KeyboardInterrupt(
-                f"stopped after step {state.global_step} of {state.max_steps}. {goes_on}. In this process, train() "
-                "begins a new run with the weights of now."
+                f"stopped after step {self.state.global_step} of {self.state.max_steps}. {goes_on}. In this "
+                "process, train() begins a new run with the weights of now."
             ) from None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

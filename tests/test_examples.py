@@ -294,7 +294,7 @@ MISTAKES = [  # script, its arguments, part of the error message
     (
         train_math,
         ["--resume_from_checkpoint", "true"],
-        "resume_from_checkpoint='true' names no whole checkpoint of its run: /.* has no checkpoint",
+        "resume_from_checkpoint='true' names no whole checkpoint of its run: /.* does not exist",
     ),
     (
         train_math,

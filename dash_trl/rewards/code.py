@@ -11,13 +11,14 @@ the cause (a busy machine, tests that cannot be run), the reward function raises
 import re
 import textwrap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from dash_trl.rewards.answers import final_text
 from dash_trl.rewards.math import completion_text
 from dash_trl.sandbox import ProgramSandbox, Sandbox, Test
 
 
-class CodeReward:
+class CodeReward(AbstractContextManager["CodeReward"]):
     """Per-sample reward function: 1.0 if the program in a completion passes all of its unit tests, else 0.0.
 
     The metric `rewards/code/passed` is the share of tests that pass. Many threads may call it at once.
@@ -36,6 +37,9 @@ class CodeReward:
         self.sandbox: ProgramSandbox = Sandbox() if sandbox is None else sandbox
         # Limits the runner: a call beyond `count` would wait for the sandbox while its own time limit runs.
         self.max_concurrency = getattr(self.sandbox, "count", None)
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Do nothing: a `with` block may hold this reward, as a `RewardRunner`."""
 
     def __call__(
         self,
