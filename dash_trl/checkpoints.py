@@ -40,7 +40,7 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     if found is None:
         raise ValueError(
             f"resume_from_checkpoint={value!r} names no whole checkpoint of its run: {'; '.join(reasons)}. Name "
-            "another checkpoint (of another run, too), or leave it out, to begin anew."
+            "another checkpoint (of another run, too), or leave it out."
         )
     if reasons:
         logger.warning(f"The run goes on from {found}, not from a later one: {'; '.join(reasons)}.")
@@ -116,7 +116,7 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     Raises:
         ValueError: if the checkpoint is of another optimizer, whose settings have other names.
     """
-    remedy = f"For other settings, begin a new run with its weights: {checkpoint} as the model (docs/howto/lora.md)."
+    remedy = f"For other settings, begin a new run with its weights: model={checkpoint} (LoRA: docs/howto/lora.md)."
     said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
     then = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").max_steps
     if then != max_steps:

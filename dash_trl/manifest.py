@@ -64,7 +64,11 @@ def find(folder: Path) -> tuple[Path | None, list[str]]:
     for _, path in sorted(found.items(), reverse=True) or [(0, folder)]:
         name, step = [*runs_of(path).items()][-1]
         if current and step > current.get(name, -1):
-            reasons.append(f"{path} is of another run ({name})" if found else f"the run in {path} has saved none yet")
+            reasons.append(
+                f"{path} is of another run ({name}), or incomplete"
+                if found
+                else f"the run in {path} has saved none yet"
+            )
         elif damaged := _damaged(path):
             is_none = not found and not (path / LIST).exists()
             reasons.append(

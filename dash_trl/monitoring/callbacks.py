@@ -74,7 +74,7 @@ class MetricsFileCallback(TrainerCallback):
 
     def on_train_begin(self, args, state: TrainerState, control, **kwargs) -> None:
         if state.is_world_process_zero:
-            if not state.log_history and self.path.exists() and self.path.stat().st_size:
+            if not state.global_step and self.path.exists() and self.path.stat().st_size:
                 logger.warning(f"{self.path} of an earlier run is now {self.path.with_suffix('.jsonl.old').name}.")
                 self.path.replace(self.path.with_suffix(".jsonl.old"))
             self.path.write_text("".join(json.dumps(log) + "\n" for log in state.log_history))
