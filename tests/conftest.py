@@ -44,7 +44,7 @@ CORE = {
     *("test_tools", "test_tools_training", "test_callbacks", "test_bad_input", "test_process_rewards", "test_seams"),
     *("test_monte_carlo", "test_vllm_faults", "test_evaluation"),
 }
-MOST_SECONDS = 10.0  # of CPU time, for a case that uses nothing; 5 on most machines
+MOST_SECONDS = 20.0  # of CPU time, for a case that uses nothing; 5 on most machines, 13 were seen beside other work
 BEGAN = pytest.StashKey[float]()
 
 
