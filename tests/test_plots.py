@@ -16,7 +16,6 @@ def test_the_plot_of_the_training_logs(tmp_path):
     picture = plot_run(metrics, tmp_path / "a.png")
     assert read_metrics(metrics) == logs  # and no other logs
     assert picture.read_bytes().startswith(b"\x89PNG")
-    plot_run(write_rows(tmp_path / "1.jsonl", logs[:1]), tmp_path / "b.png")
     none = write_rows(tmp_path / "m.jsonl", [{"step": 1}])
     refused("has 1 lines, but none with a reward", plot_run, none, tmp_path / "a.png")
 
