@@ -27,6 +27,7 @@ import asyncio
 import math
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import harness
@@ -110,7 +111,7 @@ def windows(model: str, level: int, pipeline: bool, url: str, at_once: int, remo
         pool.seconds = remote
         pool.groups = asyncio.Semaphore(at_once // GROUP)
     trainer.train()
-    found = {"window": [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]}
+    found = {"window": [after - before for before, after in pairwise(clock.ends)]}
     for name in ("wait_for_rollouts", "wait_for_weights"):
         logged = [log[f"time/{name}"] for log in trainer.state.log_history if f"time/{name}" in log]
         found[name] = logged[1:]

@@ -105,7 +105,7 @@ TINY = {
     "num_attention_heads": 4,
 }
 TINY |= {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-TREES = (TreeShape(200, (100, 67), (200,) * 2), TreeShape(90))
+TREES = (TreeShape(200, (100, 60, 7), (200,) * 3), TreeShape(90))
 
 
 class Clock(harness.Clock):

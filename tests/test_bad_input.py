@@ -32,7 +32,7 @@ from dash_trl.checks import (
     context_of,
     plain_prompt,
 )
-from dash_trl.config import CHOICES
+from dash_trl.config import CHOICES, TEXTS
 from dash_trl.sampling import FileWeights
 from tests.doubles import Penalised, Replaced
 from tests.tiny import ScriptedReward, assistant, load, prompts, refusal, refused, save_tiny_model, user
@@ -185,6 +185,10 @@ def test_the_choices_are_trls():
         found = set(re.findall(r'"(\w+)"', compared))
         assert found <= set(CHOICES[name]), name
         assert name != "loss_type" or found == set(CHOICES[name]) - {"aipo", "decoupled_ppo"}
+
+
+def test_the_help_names_all_losses():
+    assert {*CHOICES["loss_type"]} <= {*re.findall(r"\w+", TEXTS["loss_type"])}
 
 
 # ---------------------------------------------------------------------- in the arguments, before a weight is loaded

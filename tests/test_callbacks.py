@@ -184,7 +184,7 @@ def test_each_log_is_in_the_file_once(train, tmp_path, monkeypatch):
 
 
 class Stops(TrainerCallback):
-    """Ends the run as the stop button of a notebook does, and a second time while the curves are drawn."""
+    """Ends the run as the stop button of a notebook does."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 3:
@@ -200,8 +200,7 @@ def test_a_notebook_shows_the_rewards_and_the_curves_also_after_an_interrupt(tra
         monitor(trainer)
         monitor(trainer)  # the cell runs again
 
-    settings = {"max_steps": 2, "logging_steps": 10, "callbacks": [Stops()], "prepare": prepare}
-    shell.user_ns["begin"] = lambda: train(**settings)
+    shell.user_ns["begin"] = lambda: train(prepare=prepare, max_steps=2, logging_steps=10, callbacks=[Stops()])
     shell.run_cell("trainer = begin()").raise_error()
     trainer = shell.user_ns["trainer"]
     (table,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, NotebookProgressCallback)]

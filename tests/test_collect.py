@@ -42,10 +42,9 @@ def test_a_column_with_a_value_for_some_rows_only(train):
 
 
 def test_the_last_window_s_completions_are_written_once(train, tmp_path, capsys):
-    for every, first in ((10, 3), (2, 2), (1, 1)):
+    for every, steps in ((10, "3"), (2, "23"), (1, "123")):
         train(log_completions=True, max_steps=3, logging_steps=every)
-        written = sorted(file.stem for file in tmp_path.glob("completions/*"))
-        assert written == [f"completions_{step:05}" for step in range(first, 4)]
+        assert {file.stem[-1] for file in tmp_path.glob("completions/*")} == {*steps}
         assert capsys.readouterr().out.count("Step 3") == 1
 
 
