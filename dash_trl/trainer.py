@@ -150,8 +150,13 @@ class DASHTrainer(GRPOTrainer):
         self._step, start = self._run.checkpoints.begin(
             resume_from_checkpoint, start
         )  # `_step` is TRL's count of micro-steps
-        # After the last epoch if the run has ended: Transformers would make one more step.
-        return (num_train_epochs, 0) if self.state.global_step >= self.state.max_steps else start
+        if self.state.global_step < self.state.max_steps:
+            return start
+        self._run.checkpoints.warn(
+            f"The run has made all of its {self.state.max_steps} steps, so no further one is made. Raise max_steps or "
+            "num_train_epochs to go on."
+        )
+        return num_train_epochs, 0  # after the last epoch: Transformers would make one more step
 
     def _begin_run(self) -> None:
         self._loaded: tuple[int, list[int] | None] = -1, None

@@ -33,11 +33,6 @@ class ByPrompt:
         }
 
 
-def has_signal(prompt: str, reward: ScriptedReward) -> bool:
-    rewards = reward(prompts=[prompt] * GROUP, completion_ids=[completion(prompt, i) for i in range(GROUP)])
-    return len(set(rewards)) > 1
-
-
 def expected_windows(dataset, reward: ScriptedReward, most: int, count: int, ranks: int = 1) -> list[list[int]]:
     """Returns the dataset rows of each window, if a round samples what is missing, by the share of signal so far."""
     windows = []
@@ -51,9 +46,12 @@ def expected_windows(dataset, reward: ScriptedReward, most: int, count: int, ran
         while size:
             for place, rank in product(range(first, first + size), range(ranks)):
                 row = (place // ROOM * ranks + rank) * ROOM + place % ROOM
-                (signal if has_signal(dataset[row]["prompt"], reward) else silent).append(row)
-            first = first + size
-            sampled = sampled + size
+                prompt = dataset[row]["prompt"]
+                completions = [completion(prompt, i) for i in range(GROUP)]
+                rewards = reward(prompts=[prompt] * GROUP, completion_ids=completions)
+                (signal if len({*rewards}) > 1 else silent).append(row)
+            first += size
+            sampled += size
             missing = max(room - len(signal), 0)
             size = min(
                 -(-missing * (sampled * ranks + 2) // (ranks * len(signal) + ranks)), ROOM, most * ROOM - sampled

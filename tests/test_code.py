@@ -440,8 +440,9 @@ def test_what_programs_and_tests_exchange(reward):
     ("program", "test"),
     [
         ("def f(a): a.sort()", "a = [2, 1]\nf(a)\nassert a == [1, 2]"),
-        ("class A: pass\nclass B(A): pass", "assert isinstance(B(), A)"),
-        ("class Bad(Exception): pass\ndef f(): raise Bad", "try:\n    f()\nexcept Bad:\n    pass"),
+        ("class A: pass\nclass B(A): pass", "assert isinstance(B(), (int, A))"),
+        ("class Bad(Exception): pass\ndef f(): raise Bad", "import pytest\nwith pytest.raises(Bad):\n    f()"),
+        ("class Bad(Exception): pass\ndef f(): raise Bad", "try:\n    f()\nexcept (KeyError, Bad):\n    pass"),
         ("async def f(): return 1", "import asyncio\nassert asyncio.run(f()) == 1"),
         ("def f(): return 1", "f() == 2"),
         ("def f(): return 1", "assert (f() == 2, 'f() is 2')"),

@@ -168,6 +168,7 @@ MISTAKES = [
     ((*OURS, "--dataset_test_split", "train[:0]"), "no row is in it"),
     ((*OURS, "--dataset_test_split", "test"), "has no split 'test'"),
     ((*OURS, "--reward_path", "judge.py"), "rubric"),
+    ((*OURS, "--reward_name", "right"), "add --reward_path"),
     ((*OURS, "--dataset_name", "toy", "--dataset_test_split", "dev"), "'toy' has no split"),
     (("TINY",), "add --dataset_name"),
     (("./no/such/model", *OURS[1:]), "./no/such/model' is no model"),

@@ -311,7 +311,6 @@ MISTAKES = [  # script, its arguments, part of the error message
         ["--judge_url", "http://127.0.0.1:9/v1"],
         "judge_url='http://127.0.0.1:9/v1'.* Name it with --judge_model",
     ),
-    (train_judge, ["--judge_template", "{completion}"], "judge_template='{completion}'.* Name it with --judge_model"),
     (train_judge, [*MODEL, *DATA], "dataset_name='own.jsonl': a judge scores here. Name it with --judge_model"),
     (train_judge, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
     (train_judge, ["--judge_model", "gpt", "--reward_path", "own.py"], "reward_path='own.py'.* remove --reward_path"),

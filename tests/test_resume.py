@@ -179,8 +179,9 @@ def test_others_in_the_middle_of_a_window_are_refused(train, saved):
     refused(message, recorded, train, saved[1] / "checkpoint-1", **changed, max_steps=6)
 
 
-def test_a_run_that_has_ended_makes_no_further_step(train, saved):
+def test_a_run_that_has_ended_makes_no_further_step(train, caplog, saved):
     assert recorded(train, saved[1] / "checkpoint-1")[1].state.global_step == 1
+    assert "The run has made all of its 1 steps" in caplog.text
 
 
 @pytest.mark.parametrize("shapes", [{}, WIDER], ids=["same shapes", "other shapes"])

@@ -2,7 +2,7 @@
 
 import torch
 
-from dash_trl.rollout import widened
+from dash_trl.rollout import concatenated
 from tests.doubles import rollouts
 
 
@@ -37,5 +37,6 @@ def test_completions_have_two_columns_at_least():
         assert inputs["completion_ids"].shape == inputs["completion_mask"].shape == (2, 2)
         assert inputs["completion_mask"].sum() == len(rows) and inputs["completion_ids"][:, 1].tolist() == [99, 99]
         assert inputs["importance_sampling_ratio"].tolist() == [[1.0, 1.0]] * 2
-    wide, _ = widened([batch, rollouts()], 99)
-    assert torch.equal(wide.importance_sampling_ratio, torch.ones(3, 5))
+    wider = rollouts()
+    wider.importance_sampling_ratio = torch.ones(3, 5)
+    assert (concatenated([batch, wider], 99).importance_sampling_ratio == 1).all()

@@ -35,8 +35,7 @@ from dash_trl.rollout import (
     Rows,
     RunAhead,
     Window,
-    joined,
-    widened,
+    concatenated,
 )
 from dash_trl.seams import shuffled
 from dash_trl.update import KEPT, checked_advantages, filter_rows
@@ -171,8 +170,11 @@ class Collector:
         # Dynamic sampling: [R, K] bool, True = the group has a kept row.
         signal = torch.zeros(self._ranks.count, 0, dtype=torch.bool)
         while True:
-            batches.append(self._sample(prompts, new))
-            credited.append(self._credited(self.rewards.scored(batches[-1])))
+            batch = self._sample(prompts, new)
+            # A copy, because callbacks may change the rewards, and the log must show the original ones.
+            rewards = self.rewards.of_batch(batch)[self._ranks.own(len(batch.rollouts))].to("cpu", copy=True)
+            batches.append(batch)
+            credited.append(self._credited(replace(batch.rollouts, rewards=rewards)))
             if self.dynamic is None:
                 break
             # Callbacks may have logged columns. Fill up those that an earlier round lacks.
@@ -186,7 +188,7 @@ class Collector:
             prompts = self._announce(self.queue.take(more))
             new = [prompts]
         self._log_sampled(batches)
-        rollouts = self._whole(credited)
+        rollouts = concatenated(credited, self._pad_token_id)
         keep = rollouts.dropped == KEPT
         num_items = rollouts.loss_mask.sum()
         order = torch.arange(len(rollouts))
@@ -207,9 +209,6 @@ class Collector:
         part = self.log_probs.added(part, shares)
         self._log_whole(batches, rollouts, part.rollouts)
         return part
-
-    def _whole(self, parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        return joined(widened(parts, self._pad_token_id))
 
     def _by_group(
         self,
@@ -277,13 +276,13 @@ class Collector:
                 for name in columns.keys() - in_order:  # callbacks have logged these group by group
                     if len(values := columns[name]) == len(order):
                         columns[name] = [values[row] for row in order.tolist()]
-                whole = self._whole(credited).rows(order)
+                whole = concatenated(credited, self._pad_token_id).rows(order)
                 if isinstance(source, OnServers):
                     part = replace(part, rescale=float(num_items / items.clamp(min=1)))
                     sampled = self._ranks.agree(source.finish, prompts)
                     source = self.rewards.begin(prompts.number, sampled, whole, by_group=True)
                     self._log_sampled([source])
-                self._log_whole([source], whole, self._whole(survivors))
+                self._log_whole([source], whole, concatenated(survivors, self._pad_token_id))
             yield part
 
     def _credited(self, rollouts: RolloutBatch) -> RolloutBatch:

@@ -120,10 +120,6 @@ class Sampler:
             failures=[row.failure for row in rows],
         )
 
-    def _versions(self, rows: int) -> Tensor:
-        """Return `Sampled.policy_version` of rows that the current weights have sampled."""
-        return torch.full((rows, 2), self._host.state.global_step)
-
 
 class ByFunction(Sampler):
     """Samples with a user's `rollout_func`. It samples no window ahead."""
@@ -138,7 +134,7 @@ class ByFunction(Sampler):
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             completions=decoded(self._tokenizer, prompts.prompts, prompt_ids, completion_ids),
-            policy_version=self._versions(len(completion_ids)),
+            policy_version=torch.full((len(completion_ids), 2), self._host.state.global_step),
             prompts=prompts.prompts,
             log_probs=columns.pop("logprobs"),
             own_tokens=columns.pop("env_mask", None),
@@ -160,24 +156,21 @@ class InProcess(Sampler):
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         for one in new:  # `prompts` first, whose rewards are computed while the others are sampled
-            self._ahead[one.number] = self._sample_now(one)
+            versions = torch.full((len(one.examples), 2), self._host.state.global_step)
+            with self._timed("generate"):
+                if self._conversations is None:
+                    turns = self._host._generate_single_turn(*one.tokenized, self._host.args.num_generations)
+                    sampled = self._of_one_turn(one, slice(None), *turns, versions)
+                else:
+                    rows = self._new_rows(one)
+                    Rounds(self._host, self._conversations).sample(rows)
+                    sampled = self._of_turns(self._conversations, rows, versions)
+            if sampled.log_probs is None and one_ahead(self._host):
+                rollouts = to_rollouts(sampled, [], group=versions[:, 0], pad_token_id=self._tokenizer.pad_token_id)
+                sampled = replace(sampled, log_probs=self._log_probs.of_policy(rollouts))
+            self._rewards.start(one, 0, sampled)
+            self._ahead[one.number] = sampled
         return self._ahead.pop(prompts.number)
-
-    def _sample_now(self, prompts: Prompts) -> Sampled:
-        versions = self._versions(len(prompts.examples))
-        with self._timed("generate"):
-            if self._conversations is None:
-                turns = self._host._generate_single_turn(*prompts.tokenized, self._host.args.num_generations)
-                sampled = self._of_one_turn(prompts, slice(None), *turns, versions)
-            else:
-                rows = self._new_rows(prompts)
-                Rounds(self._host, self._conversations).sample(rows)
-                sampled = self._of_turns(self._conversations, rows, versions)
-        if sampled.log_probs is None and one_ahead(self._host):
-            rollouts = to_rollouts(sampled, [], group=versions[:, 0], pad_token_id=self._tokenizer.pad_token_id)
-            sampled = replace(sampled, log_probs=self._log_probs.of_policy(rollouts))
-        self._rewards.start(prompts, 0, sampled)
-        return sampled
 
     def forget(self) -> None:
         self._ahead.clear()

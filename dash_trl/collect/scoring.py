@@ -1,6 +1,6 @@
 """Starts the reward functions on the rows of a window, and waits for the rewards, together or group by group::
 
-    start: some rows are sampled ──► begin: all rows are sampled ──► scored
+    start: some rows are sampled ──► begin: all rows are sampled ──► of_batch, or scored_groups
 
 A *request* (`rewards.Request`) collects the results of the reward functions while they run in the background.
 
@@ -10,7 +10,7 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,12 +123,6 @@ class Rewards:
         if batch.request is None and by_group:
             batch.request = self._started(batch.rows, self.host.args.num_generations)
         return batch
-
-    def scored(self, batch: GenerationBatch) -> RolloutBatch:
-        """Wait for all rewards of a batch, and return its rows."""
-        # A copy, because callbacks may change the rewards, and the log must show the original ones.
-        own = self.of_batch(batch)[self._ranks.own(len(batch.rollouts))].to("cpu", copy=True)
-        return replace(batch.rollouts, rewards=own)
 
     def scored_groups(
         self, request: Request, groups_of_step: Callable[[], int]

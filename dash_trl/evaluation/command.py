@@ -125,6 +125,8 @@ class Task:
         """
         if self.reward_path is not None:
             reward = load_reward(self.reward_path, self.reward_name)
+        elif self.reward_name != DEFAULT_NAME:
+            raise ValueError(f"reward_name={self.reward_name!r} names a function in a file: add --reward_path FILE.")
         else:
             reward = toy if self.is_toy else CodeReward() if self.has_tests else MathAccuracyReward()
         if by_row and isinstance(reward, MathAccuracyReward):

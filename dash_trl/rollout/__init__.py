@@ -8,8 +8,8 @@ from dash_trl.rollout.batch import (
     LOSS,
     PROMPT,
     RolloutBatch,
+    concatenated,
     joined,
-    widened,
 )
 from dash_trl.rollout.prompts import EpochOrder, new_queue
 from dash_trl.rollout.queue import PromptQueue, Rows

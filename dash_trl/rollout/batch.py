@@ -213,83 +213,73 @@ class RolloutBatch:
         completion = max(completion, COMPLETION_COLUMNS)
         inputs = {}
         for name, value in self.tensors().items():
-            if name in NO_INPUTS:
-                continue
-            filler = _filler(name, pad_token_id)
-            value = _of_width(name, value[chosen], like=self, prompt=prompt, completion=completion, filler=filler)
-            dummies = value.new_full((size - len(rows), *value.shape[1:]), filler)
-            inputs[name] = torch.cat([value, dummies])
+            if name not in NO_INPUTS:
+                widths = {"prompt": prompt, "completion": completion, "more_rows": size - len(rows)}
+                inputs[name] = _padded(name, value[chosen], self, pad_token_id, **widths)
         if not rows:
             inputs["prompt_mask"][0] = 1
         return inputs
 
 
-def widened(batches: Sequence[RolloutBatch], pad_token_id: int) -> list[RolloutBatch]:
-    """Pad batches to common widths of prompts and of completions, before `joined`.
+def concatenated(batches: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
+    """Concatenate batches, padded to common widths of prompts and of completions.
 
-    If only some batches have a `tool_mask`, the others get a mask that leaves all tokens in the loss.
+    If only some batches have a `tool_mask`, the others get a mask that leaves all tokens in the loss. If only some have
+    advantages per token, the advantages per row of the others are repeated in every column.
     """
-    if any(one.tool_mask is not None for one in batches):
-        batches = [
-            replace(one, tool_mask=torch.ones_like(one.completion_mask)) if one.tool_mask is None else one
-            for one in batches
-        ]
-    prompt = max(one.prompt_ids.shape[1] for one in batches)
-    completion = max(one.completion_ids.shape[1] for one in batches)
-
-    def wide(rollouts: RolloutBatch) -> RolloutBatch:
-        values: dict[str, Any] = {
-            name: _of_width(
-                name,
-                value,
-                like=rollouts,
-                prompt=prompt,
-                completion=completion,
-                filler=_filler(name, pad_token_id),
-            )
-            for name, value in rollouts.tensors().items()
-        }
-        return replace(rollouts, **values)
-
-    return [wide(one) for one in batches]
+    widths = {
+        "prompt": max(one.prompt_ids.shape[1] for one in batches),
+        "completion": max(one.completion_ids.shape[1] for one in batches),
+    }
+    has_mask = any(one.tool_mask is not None for one in batches)
+    per_token = any(one.advantages.dim() == 2 for one in batches)
+    wide = []
+    for one in batches:
+        values = one.tensors()
+        if has_mask:
+            values.setdefault("tool_mask", torch.ones_like(one.completion_mask))
+        if per_token and one.advantages.dim() == 1:
+            values["advantages"] = one.advantages.unsqueeze(1).expand_as(one.completion_ids)
+        padded = {name: _padded(name, value, one, pad_token_id, **widths) for name, value in values.items()}
+        wide.append(replace(one, **padded))  # type: ignore[arg-type]
+    return joined(wide)
 
 
-def _filler(name: str, pad_token_id: int) -> int:
-    """Return the value of padding in a field. TRL's VESPO multiplies the ratios of all columns, without a mask."""
-    return pad_token_id if name.endswith("_ids") else int(name == "importance_sampling_ratio")
+def _padded(
+    name: str,
+    value: Tensor,
+    batch: RolloutBatch,
+    pad_token_id: int,
+    *,
+    prompt: int,
+    completion: int,
+    more_rows: int = 0,
+) -> Tensor:
+    """Pad or trim rows of a field of `batch` to numbers of prompt and completion columns, and add rows of padding.
 
-
-def _of_width(name: str, value: Tensor, *, like: RolloutBatch, prompt: int, completion: int, filler: int) -> Tensor:
-    """Pad or trim a field of some rows of `like` to a number of prompt columns and of completion columns."""
+    The padding of ratios is 1, because TRL's VESPO multiplies the ratios of all columns, without a mask.
+    """
+    filler = pad_token_id if name.endswith("_ids") else int(name == "importance_sampling_ratio")
+    sizes: tuple[int, ...] = (0, more_rows)
     if name in ("prompt_ids", "prompt_mask"):
-        return pad(value, (prompt - value.shape[1], 0), value=filler)
-    if value.shape[1:] == like.completion_ids.shape[1:] and name not in NO_INPUTS:
-        return pad(value, (0, completion - value.shape[1]), value=filler)
-    return value
+        sizes = (prompt - value.shape[1], 0, *sizes)
+    elif value.shape[1:] == batch.completion_ids.shape[1:] and name not in NO_INPUTS:
+        sizes = (0, completion - value.shape[1], *sizes)
+    elif value.dim() == 2:
+        sizes = (0, 0, *sizes)
+    return pad(value, sizes, value=filler)
 
 
 Table = TypeVar("Table")  # a dataclass
 
 
 def joined(parts: Sequence[Table]) -> Table:
-    """Concatenate the tensors and lists of instances of one dataclass; other fields come from the first instance.
-
-    If some have advantages per token, the advantages per row of the others are repeated in every column.
-    """
-    if len(parts) == 1:
-        return parts[0]
+    """Concatenate the tensors and lists of instances of one dataclass; other fields come from the first instance."""
     found: dict[str, Any] = {}
     for name, value in vars(parts[0]).items():
         values = [getattr(part, name) for part in parts]
-        if name == "advantages":
-            values = _of_tokens(values)
         if isinstance(value, Tensor):
             found[name] = torch.cat(values)
         elif isinstance(value, list):
             found[name] = [row for rows in values for row in rows]
     return replace(parts[0], **found)  # type: ignore[type-var]
-
-
-def _of_tokens(advantages: list[Tensor]) -> list[Tensor]:
-    most = max((one.shape[1] for one in advantages if one.dim() == 2), default=0)
-    return [one.unsqueeze(1).expand(-1, most) if most and one.dim() == 1 else one for one in advantages]

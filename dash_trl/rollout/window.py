@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dash_trl.rollout.batch import COMPLETION, RolloutBatch, joined, widened
+from dash_trl.rollout.batch import COMPLETION, RolloutBatch, concatenated
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Part:
         lengths = [last.lengths.new_zeros(len(last.lengths), used, 4), *(part.lengths for part in parts)]
         return cls(
             # In a streamed window, the rows of the parts differ in width.
-            joined(widened([part.rollouts for part in parts], 0)),
+            concatenated([part.rollouts for part in parts], 0),
             torch.cat(lengths, dim=1),
             last.width,
             (last.num_items_in_batch / last.rescale).round().long(),

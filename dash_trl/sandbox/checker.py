@@ -236,6 +236,11 @@ class Object:
     def __setattr__(self, name: str, value: object) -> None:
         self._solution_.ask("set", self, name, value)
 
+    def __instancecheck__(self, instance: object) -> bool:
+        raise Unfit("they look at what is an instance of the program's class, not at what it returns")
+
+    __subclasscheck__ = __instancecheck__
+
 
 class Nonsense(Object):
     """What a bad program answers to every request: equal to everything and true (`right`), or to nothing and false.
@@ -409,15 +414,16 @@ def compiled(script: str) -> types.CodeType:
     own |= {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     catches = "raises" in script or any(isinstance(one, ast.Try) for one in nodes)
     for one in nodes:
-        seen = None
+        seen: Any = None
         if isinstance(one, ast.ExceptHandler):
             seen = one.type
         elif isinstance(one, ast.Expr) and not catches:
             seen = getattr(one.value, "func", None)
-        elif isinstance(one, ast.Call) and getattr(one.func, "id", None) in ("isinstance", "issubclass"):
-            seen = one.args[-1]
-        if isinstance(seen, ast.Name) and seen.id not in own:
-            raise Unfit(f"they look at what {ast.unparse(one)!r} changes, prints or is, not at what it returns")
+        elif isinstance(one, ast.Call) and ast.unparse(one.func).endswith(("raises", "Raises")):
+            seen = ast.Tuple(one.args[:1])
+        for name in getattr(seen, "elts", [seen]):
+            if isinstance(name, ast.Name) and name.id not in own:
+                raise Unfit(f"they look at what {ast.unparse(one)!r} changes, prints or is, not at what it returns")
     if "asyncio" in script:
         raise Unfit("a coroutine cannot be sent to them")
     return compile(tree, "tests.py", "exec")
