@@ -300,7 +300,8 @@ def _columns(what: str, wanted: str | None, known: Sequence[str], dataset: Datas
     if not found:
         raise ValueError(
             f"The dataset has no {what} column: looked for {list(names)}, but its columns are {dataset.column_names}. "
-            "Rename the right one, or, for a problem or an answer, name it with problem_column or answer_column."
+            "Rename the right one, or, for a problem or an answer, name it with problem_column or answer_column. If your "
+            "reward reads other columns, make the dataset in a script (docs/howto/own-data.md), and evaluate it there."
         )
     return found
 

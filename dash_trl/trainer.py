@@ -185,7 +185,7 @@ class DASHTrainer(GRPOTrainer):
             )
             raise KeyboardInterrupt(
                 f"stopped after step {self.state.global_step} of {self.state.max_steps}. {goes_on}. In this "
-                "process, train() begins a new run with the weights of now."
+                "process, train() begins a new run with the current weights."
             ) from None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

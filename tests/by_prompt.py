@@ -47,9 +47,9 @@ def expected_windows(dataset, reward: ScriptedReward, most: int, count: int, ran
             for place, rank in product(range(first, first + size), range(ranks)):
                 row = (place // ROOM * ranks + rank) * ROOM + place % ROOM
                 prompt = dataset[row]["prompt"]
-                completions = [completion(prompt, i) for i in range(GROUP)]
-                rewards = reward(prompts=[prompt] * GROUP, completion_ids=completions)
-                (signal if len({*rewards}) > 1 else silent).append(row)
+                texts = [completion(prompt, i) for i in range(GROUP)]
+                rewards = {*reward(prompts=[prompt] * GROUP, completion_ids=texts)}
+                (signal if len(rewards) > 1 else silent).append(row)
             first += size
             sampled += size
             missing = max(room - len(signal), 0)

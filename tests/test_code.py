@@ -444,7 +444,6 @@ def test_what_programs_and_tests_exchange(reward):
         ("class Bad(Exception): pass\ndef f(): raise Bad", "import pytest\nwith pytest.raises(Bad):\n    f()"),
         ("class Bad(Exception): pass\ndef f(): raise Bad", "try:\n    f()\nexcept (KeyError, Bad):\n    pass"),
         ("async def f(): return 1", "import asyncio\nassert asyncio.run(f()) == 1"),
-        ("def f(): return 1", "f() == 2"),
         ("def f(): return 1", "assert (f() == 2, 'f() is 2')"),
         ("def f(): return 1", "try:\n    assert f() == 2\nexcept Exception as error:\n    print(error)"),
     ],

@@ -64,6 +64,7 @@ class Collector:
         self._recorder = self.host.recorder
         self._log = WindowLog(self.host, self.rewards.names)
         self._pad_token_id = self.host._tokenizer.pad_token_id
+        self._end_ids = {*self.host.eos_token_ids, self._pad_token_id}
         self._ahead = RunAhead(windows_ahead(self.host))
         self._numbers = count()  # the numbers of generation batches
         self._announced = deque[Prompts]()  # for each window that has not begun: the prompts of its first round
@@ -139,18 +140,16 @@ class Collector:
         """Build the rows, by index, of a generation batch, and check that they are not too old."""
         self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
         first = self._ranks.own(len(prompts.examples)).start
+        masks = self._args.mask_truncated_completions
         return self._ranks.agree(  # a `rollout_func` may have returned other things than numbers
             to_rollouts,
             sampled,
             sampled.examples([prompts.examples[row] for row in rows.tolist()]),
             group=(first + rows) // self._args.num_generations,
             pad_token_id=self._pad_token_id,
-            masked=self._truncated(sampled) if self._args.mask_truncated_completions else None,
+            masked=is_truncated(sampled.completion_ids, self._end_ids) if masks else None,
             pad_to_multiple_of=self._args.pad_to_multiple_of,
         )
-
-    def _truncated(self, sampled: Sampled) -> Tensor:
-        return is_truncated(sampled.completion_ids, {*self.host.eos_token_ids, self._pad_token_id})
 
     def _log_sampled(self, batches: Sequence[GenerationBatch]) -> None:
         if rows_come_early(self.host):
@@ -158,7 +157,7 @@ class Collector:
             now = self.host.state.global_step
             self._recorder.log(staleness_metrics(versions, now, self._ranks.gather))
         sampled = [batch.sampled for batch in batches]
-        self._log.sampled(sampled, torch.cat([self._truncated(one) for one in sampled]))
+        self._log.sampled(sampled, torch.cat([is_truncated(one.completion_ids, self._end_ids) for one in sampled]))
         self.sampler.log()
 
     # ------------------------------------------------------------------ from rewards to parts

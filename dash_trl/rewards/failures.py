@@ -21,22 +21,18 @@ logger = logging.getLogger(__name__)
 BROKEN_AFTER = 10
 
 
-# Of a function for a row. None, also within a `Score`: it does not apply. NaN, ±inf or an exception: it has failed.
-Outcome = float | Score | BaseException | None
-
-
-def reward_of(outcome: Outcome) -> float | BaseException | None:
-    return outcome.value if isinstance(outcome, Score) else outcome
+# Of a function for a row. The value None: it does not apply. NaN, ±inf or an exception: it has failed.
+Outcome = Score | BaseException
 
 
 def number(outcome: Outcome) -> float:
     """Return the reward; NaN if the function does not apply or has failed."""
-    reward = reward_of(outcome)
-    return reward if isinstance(reward, float) and math.isfinite(reward) else math.nan
+    value = outcome.value if isinstance(outcome, Score) else None
+    return math.nan if value is None or math.isinf(value) else value
 
 
 def has_failed(outcome: Outcome) -> bool:
-    return reward_of(outcome) is not None and math.isnan(number(outcome))
+    return isinstance(outcome, BaseException) or outcome.value is not None and math.isnan(number(outcome))
 
 
 def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
@@ -44,11 +40,12 @@ def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
     failures = list(filter(has_failed, outcomes))
     if not failures:
         return "failed on another rank", None
-    first = reward_of(failures[0])
-    error = first if isinstance(first, BaseException) else None
-    if error is None:
-        why = f"returned {first}"
+    first = failures[0]
+    error = None
+    if isinstance(first, Score):
+        why = f"returned {first.value}"
     else:  # its own `__str__` may fail
+        error = first
         trace = error.__traceback__  # of which those of the call, in `forms`, are of interest
         while trace is not None and trace.tb_frame.f_globals["__name__"] != Score.__module__:
             trace = trace.tb_next
@@ -97,7 +94,7 @@ class WatchedReward:
 
     def _read(self, output: Any, rows: int) -> list[Outcome]:
         try:
-            outcomes: list[Outcome] = [None if value is None else float(value) for value in output]
+            outcomes: list[Outcome] = [Score(None if value is None else float(value)) for value in output]
             if len(outcomes) != rows:
                 raise ValueError(f"{len(outcomes)} rewards for {rows} completions")
         except (TypeError, ValueError, OverflowError) as error:
@@ -185,7 +182,7 @@ class FailureWatch:
             has_score = not failed[:, i].all()
             # How each row has failed: 0 = not, 1 = NaN or ±inf, 2 = an exception.
             kinds = failed[:, i].long()
-            outcomes: Sequence[Outcome] = rewards[:, i].tolist()
+            outcomes: Sequence[Outcome] = [*map(Score, rewards[:, i].tolist())]
             if isinstance(func, WatchedReward):
                 outcomes = func.outcomes
                 own = [has_failed(one) + isinstance(one, BaseException) for one in outcomes]

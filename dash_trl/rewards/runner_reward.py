@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.rewards.failures import WatchedReward, has_failed, number
+from dash_trl.rewards.failures import Outcome, WatchedReward, has_failed, number
 from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import cancel_all, outcome_of
-
-Result = Score | BaseException  # of a call
 
 
 class Request:
@@ -212,7 +210,7 @@ class RunnerReward(WatchedReward):
         self._log(outcomes, log_extra, log_metric)
         return self._keep(outcomes)
 
-    def _log(self, outcomes: Sequence[Result], log_extra: Any, log_metric: Any) -> None:
+    def _log(self, outcomes: Sequence[Outcome], log_extra: Any, log_metric: Any) -> None:
         """Log the notes: numbers as metrics, strings as columns of the table of completions."""
         notes = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
         for name, value in (note for one in notes for note in one.items()):
@@ -225,7 +223,7 @@ class RunnerReward(WatchedReward):
                 log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
 
 
-def post_processed(function: Callable[[Any], Any], outcomes: Sequence[Result]) -> list[Result]:
+def post_processed(function: Callable[[Any], Any], outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Call `post_process_scores` with the scores of a group, NaN for a row without one; return the new outcomes.
 
     A row that had no score keeps its outcome if its new score is NaN.
