@@ -94,7 +94,7 @@ def load_math_dataset(
     Raises:
         ValueError: if the path, split, template or a column does not exist, or a row lacks a problem or an answer.
     """
-    dataset = _load(name_or_path, config, split)
+    dataset = load_rows(name_or_path, config, split)
     prompts = _prompts(dataset, problem_column, prompt_template, "boxed", chat)
     answers_from = _columns("answer", answer_column, ANSWER_COLUMNS, dataset)
     answers = [
@@ -102,7 +102,8 @@ def load_math_dataset(
         for row in dataset.select_columns(answers_from)
     ]
     where = " or ".join(map(repr, answers_from))
-    _require_all(answers, dataset, f"a gold answer in {where} (a solution's is its last \\boxed{{}} or ####)")
+    marked = "a solution's is its last \\boxed{} or ####; if the whole column is the answer, name it as answer_column"
+    _require_all(answers, dataset, f"a gold answer in {where} ({marked})")
     return dataset.from_dict({"prompt": prompts, "answer": answers, **(_solutions(dataset) if solution else {})})
 
 
@@ -135,7 +136,7 @@ def load_code_dataset(
     Raises:
         ValueError: as in `load_math_dataset`; also if a row has no tests, or an entry point that is not a name.
     """
-    dataset = _load(name_or_path, config, split)
+    dataset = load_rows(name_or_path, config, split)
     if "test_list" in dataset.column_names:
         dataset = dataset.from_list([mbpp_row(row) for row in dataset])
     prompts = _prompts(dataset, problem_column, prompt_template, "code", chat)
@@ -234,7 +235,8 @@ def final_answer(value: object, marked: bool) -> str | None:
 # ------------------------------------------------------------------------------------------------------ loading
 
 
-def _load(name_or_path: str | Path, config: str | None, split: str) -> Dataset:
+def load_rows(name_or_path: str | Path, config: str | None, split: str) -> Dataset:
+    """Load a dataset with all of its columns, whose names become lower case."""
     rows = select_split(_splits(str(name_or_path), config), split, str(name_or_path))
     return rows.rename_columns({name: name.lower() for name in rows.column_names})
 
@@ -300,8 +302,8 @@ def _columns(what: str, wanted: str | None, known: Sequence[str], dataset: Datas
     if not found:
         raise ValueError(
             f"The dataset has no {what} column: looked for {list(names)}, but its columns are {dataset.column_names}. "
-            "Rename the right one, or, for a problem or an answer, name it with problem_column or answer_column. If your "
-            "reward reads other columns, make the dataset in a script (docs/howto/own-data.md), and evaluate it there."
+            "Rename the right one, or, for a problem or an answer, name it with problem_column or answer_column "
+            "(for a reward of your own, the answer may be any column)."
         )
     return found
 

@@ -16,7 +16,7 @@ from dash_trl.evaluation import LocalSampler, main, open_sampler
 from tests.launching import SHARED, needs_data
 from tests.tiny import load, read_rows, refused, save_tiny_model, write_rows
 
-PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(7)]
+PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i), "level": i} for i in range(7)]
 FAST = ("--dataset_test_split", "train", "--max_completion_length", 6, "--output_dir", "out")
 
 
@@ -34,7 +34,7 @@ def problems() -> Path:
 def rewards(body: str) -> Path:
     """A file with a reward function of one's own."""
     path = Path("reward.py")
-    path.write_text(f"def compute_score(completion, answer):\n    {body}\n")
+    path.write_text(f"def compute_score(completion, answer, level):\n    {body}\n")
     return path
 
 
@@ -178,6 +178,6 @@ MISTAKES = [
 
 def test_mistakes_are_found_before_weights_are_loaded(tiny_model, problems, monkeypatch):
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    Path("judge.py").write_text("def compute_score(completion, rubric):\n    return 1.0\n")
+    Path("judge.py").write_text("def compute_score(completions, rubric):\n    return [1.0]\n")
     for arguments, message in MISTAKES:
         refused(message, evaluate, *(tiny_model if one == "TINY" else one for one in arguments))

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg, HfArgumentParser
 from trl import maybe_apply_chat_template
 
-from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
+from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, load_rows, select_split
 from dash_trl.evaluation.figures import Rows, comparison, differences, figures_of, table
 from dash_trl.evaluation.reward import PATIENCE, Reward, scored_samples
 from dash_trl.evaluation.samplers import (
@@ -107,7 +107,7 @@ class Task:
         load: Callable[..., Dataset] = partial(load_math_dataset, answer_column=self.answer_column)
         if self.has_tests:
             load = load_code_dataset
-        return load(
+        problems = load(
             str(self.dataset_name),
             config=self.dataset_config,
             split=split,
@@ -116,6 +116,10 @@ class Task:
             solution=solution,
             problem_column=self.problem_column,
         )
+        if self.reward_path is None:
+            return problems
+        rows = load_rows(str(self.dataset_name), self.dataset_config, split)  # your reward may read any column
+        return problems.from_dict(rows.to_dict() | problems.to_dict())
 
     def reward(self, toy: Any = arithmetic_reward, *, by_row: bool = False) -> Any:
         """Return the reward function: your own, or the one that fits the problems (`toy` for toy problems).

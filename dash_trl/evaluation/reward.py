@@ -15,6 +15,7 @@ from dash_trl.rewards import (
     FailureWatch,
     RewardRunner,
     RunnerReward,
+    form_of,
     is_reward_model,
     raise_reward_error,
     unpack,
@@ -50,8 +51,9 @@ class Reward(AbstractContextManager["Reward"]):
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise a `ValueError` if the function needs a column that does not exist."""
-        if isinstance(self._function, RunnerReward):
-            self._function.form.check_columns(columns)
+        one = self._function
+        form = one.form if isinstance(one, RunnerReward) else form_of(one.func)
+        form.check_columns(columns)
 
     def scores(self, row: Mapping[str, Any], samples: Sequence[SampledCompletion]) -> list[float | None]:
         """Return the reward of each sample of a problem; None = the function failed (an exception, None, NaN, ±inf).
