@@ -53,7 +53,7 @@ RUNS: dict[str, tuple[int, bool]] = {  # name → `async_level`, `reward_pipelin
 
 
 def length(prompt: list[int]) -> int:
-    """Returns the length in tokens of the completions of a prompt: lognormal, and the same in every run."""
+    """Return the length in tokens of the completions of a prompt: lognormal, and the same in every run."""
     return max(2, min(LONGEST, round(math.exp(random.Random(str(prompt)).gauss(math.log(MEDIAN), SPREAD)))))
 
 
@@ -79,7 +79,7 @@ class Elsewhere(ServerPool):
 
 
 def random_reward(completion: Any) -> float:
-    """Returns a random reward, so that every group has signal and no row is dropped."""
+    """Return a random reward, so that every group has signal and no row is dropped."""
     return random.random()
 
 
@@ -119,7 +119,7 @@ def windows(model: str, level: int, pipeline: bool, url: str, at_once: int, remo
 
 
 def wide_model(hidden: int) -> str:
-    """Returns the folder of a model of the toy model's depth with random weights and the toy model's tokenizer."""
+    """Return the folder of a model of the toy model's depth with random weights and the toy model's tokenizer."""
     folder = f"{harness.OUTPUT.name}/wide"
     heads = hidden // 32
     harness.qwen2(

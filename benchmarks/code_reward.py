@@ -46,7 +46,7 @@ def assertion(out, exp, atol):
 
 
 def hub_test(test: str, name: str) -> str | None:
-    """Returns a test with the hub's comparison; None if the test has no lists of inputs and results (Mbpp/88)."""
+    """Return a test with the hub's comparison; None if the test has no lists of inputs and results (Mbpp/88)."""
     lists = {
         ast.unparse(one.targets[0]): ast.unparse(one) for one in ast.parse(test).body if isinstance(one, ast.Assign)
     }
@@ -57,7 +57,7 @@ def hub_test(test: str, name: str) -> str | None:
 
 
 def per_second(pool: ThreadPoolExecutor, function: Callable[[int], Any], count: int) -> tuple[list[Any], float]:
-    """Returns (results, calls per second) of function(0), …, function(count - 1)."""
+    """Return (results, calls per second) of function(0), …, function(count - 1)."""
     results, seconds = harness.timed(lambda: list(pool.map(function, range(count))))
     return results, count / seconds
 

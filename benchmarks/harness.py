@@ -86,7 +86,7 @@ def medians(of: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
 
 
 def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """Returns (result of the function, its seconds)."""
+    """Return (result of the function, its seconds)."""
     started = time.perf_counter()
     result = work(*arguments)
     return result, time.perf_counter() - started
@@ -149,7 +149,7 @@ def begin_peak(on_gpu: bool = False) -> int:
 
 
 def peak(on_gpu: bool = False) -> int:
-    """Returns the peak memory of this process in bytes, on the CPU or the GPU, since the last `begin_peak`."""
+    """Return the peak memory of this process in bytes, on the CPU or the GPU, since the last `begin_peak`."""
     if on_gpu:
         return torch.cuda.max_memory_allocated()
     (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM")]
@@ -160,7 +160,7 @@ def peak(on_gpu: bool = False) -> int:
 
 
 def new_trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
-    """Returns a trainer without a progress bar, whose output directory is removed at the end."""
+    """Return a trainer without a progress bar, whose output directory is removed at the end."""
     config = DASHConfig if issubclass(kind, DASHTrainer) else GRPOConfig
     settings |= {"output_dir": tempfile.mkdtemp(dir=OUTPUT.name), "disable_tqdm": True}
     trainer = kind(args=config(**settings), **others)
@@ -171,7 +171,7 @@ def new_trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
 def toy_trainer(
     settings: dict[str, Any], *, kind: Any = DASHTrainer, path: str | None = None, train: Any = None, **others: Any
 ) -> Any:
-    """Returns a trainer of the toy task.
+    """Return a trainer of the toy task.
 
     Args:
         settings: settings that replace those of `toy_defaults`.
@@ -190,7 +190,7 @@ def toy_trainer(
 
 
 def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[str, Any], **others: Any) -> Any:
-    """Returns a trainer that gets its rollouts from `workload`, so that its steps consist of the update alone.
+    """Return a trainer that gets its rollouts from `workload`, so that its steps consist of the update alone.
 
     The optimizer is SGD with learning rate 1 and without clipping, so that updates of trainers can be compared.
     """
@@ -212,7 +212,7 @@ def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[s
 
 
 def qwen2(**shape: Any) -> Any:
-    """Returns a model (Qwen2 if `shape` has no `model_type`) with random weights, which are always the same.
+    """Return a model (Qwen2 if `shape` has no `model_type`) with random weights, which are always the same.
 
     It has the special tokens of the toy task.
     """

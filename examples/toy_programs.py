@@ -47,7 +47,7 @@ def _functions(split: str, generator: random.Random) -> Iterator[str]:
 def program_dataset(
     split: str = "train", size: int | None = None, seed: int = 0, *, completion: bool = False
 ) -> Dataset:
-    """Returns problems with `prompt` (one user message), and with `tests` (asserts) and `entry_point` for `CodeReward`.
+    """Return problems with `prompt` (one user message), and with `tests` (asserts) and `entry_point` for `CodeReward`.
 
     Args:
         split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
@@ -73,7 +73,7 @@ def _program(operator: str, constant: int) -> str:
 
 
 def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """Returns a program that solves the problem, or with probability `slip_rate` another program."""
+    """Return a program that solves the problem, or with probability `slip_rate` another program."""
     function = FUNCTIONS[problem]
     if generator.random() < slip_rate:
         function = generator.choice([other for other in FUNCTIONS.values() if other != function])

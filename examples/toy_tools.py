@@ -95,7 +95,7 @@ def calculator(expression: str) -> str:
 
 
 def noisy_calculator() -> Any:
-    """Returns a tool with the calculator's name and description that answers with a random number."""
+    """Return a tool with the calculator's name and description that answers with a random number."""
 
     def noise(expression: str) -> str:
         return str(random.randint(SMALLEST, LARGEST))
@@ -121,7 +121,7 @@ def _problems(split: str, generator: random.Random, operands: Sequence[int] = OP
 
 
 def calculator_dataset(split: str = "train", size: int | None = None, seed: int = 0) -> Dataset:
-    """Returns problems with the columns of `arithmetic_dataset`: `prompt` (one user message) and `answer` (a string).
+    """Return problems with the columns of `arithmetic_dataset`: `prompt` (one user message) and `answer` (a string).
 
     Args:
         split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
@@ -148,7 +148,7 @@ def _answer(number: str) -> dict[str, Any]:
 
 
 def _solution(problem: str, generator: random.Random, guess_rate: float, slip_rate: float) -> list[dict[str, Any]]:
-    """Returns the messages of a solution: a call and its result for each operation, then the answer.
+    """Return the messages of a solution: a call and its result for each operation, then the answer.
 
     Args:
         problem: a chain of numbers.
@@ -194,5 +194,5 @@ CALCULATOR_LESSONS = Lessons(
 
 
 def calculator_model(progress: bool) -> str:
-    """Returns the directory of the toy model that was warmed up with the calculator."""
+    """Return the directory of the toy model that was warmed up with the calculator."""
     return toy_model(settings=CALCULATOR_WARM_UP, lessons=CALCULATOR_LESSONS, progress=progress)

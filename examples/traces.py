@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def fate(one: Mapping[str, Any]) -> str:
-    """Returns the one of `FATES` that applies to a sample.
+    """Return the one of `FATES` that applies to a sample.
 
     A sample that was cut off is dropped even if it is correct, since a model should not learn to stop there.
     """
@@ -83,7 +83,7 @@ def fate(one: Mapping[str, Any]) -> str:
 
 
 def toy_teacher() -> str:
-    """Returns the directory of the toy model after the default run of `train_math.py`, made once and cached."""
+    """Return the directory of the toy model after the default run of `train_math.py`, made once and cached."""
     settings = {**toy_defaults(), "model": Path(toy_model()).name}
     del settings["output_dir"]
 

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
 
 
 def judge_of(script: JudgeArguments) -> JudgeReward:
-    """Returns the judge that the flags name; without any, a rule on this machine."""
+    """Return the judge that the flags name; without any, a rule on this machine."""
     name = script.judge_model
     url = script.judge_url
     template = script.judge_template

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
 
 
 def load_tokenizer(args: Any, model_args: ModelConfig, toy: Callable[..., str]) -> Any:
-    """Returns the tokenizer, or the processor of a multimodal model, and completes the settings of the model.
+    """Return the tokenizer, or the processor of a multimodal model, and completes the settings of the model.
 
     The first run makes the toy model.
     """
@@ -88,7 +88,7 @@ def load_tokenizer(args: Any, model_args: ModelConfig, toy: Callable[..., str]) 
 
 
 def load_problems(script: MathArguments, args: Any, tokenizer: Any, toy: Callable[..., Any]) -> tuple[Any, Any]:
-    """Returns the problems for training, and those for the evaluation (None = no evaluation)."""
+    """Return the problems for training, and those for the evaluation (None = no evaluation)."""
     evaluates = args.do_eval or args.eval_on_start
     if script.is_toy:
         return toy("train", seed=args.seed), toy("test") if evaluates else None

@@ -34,7 +34,7 @@ class ByPrompt:
 
 
 def expected_windows(dataset, reward: ScriptedReward, most: int, count: int, ranks: int = 1) -> list[list[int]]:
-    """Returns the dataset rows of each window, if a round samples what is missing, by the share of signal so far."""
+    """Return the dataset rows of each window, if a round samples what is missing, by the share of signal so far."""
     windows = []
     first = 0
     room = ROOM * ranks

@@ -53,12 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def use_of(item: pytest.Function) -> str:
-    """Returns what a case uses: "servers", "processes", "training" or "nothing"."""
+    """Return what a case uses: "servers", "processes", "training" or "nothing"."""
     return next((use for use, fixtures in USES.items() if fixtures.intersection(item.fixturenames)), "nothing")
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns the cases of `make test`: all that use nothing, a choice of those that train, the smoke tests."""
+    """Return the cases of `make test`: all that use nothing, a choice of those that train, the smoke tests."""
     first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()  # of each function
     core = {item for item in first if use_of(item) == "training" and item.path.stem in CORE}
     return [item for item in items if use_of(item) == "nothing" or item in core or item.get_closest_marker("smoke")]
@@ -100,7 +100,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def cpu_seconds() -> float:
-    """Returns the CPU time of this process and of its children that have ended."""
+    """Return the CPU time of this process and of its children that have ended."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
@@ -115,7 +115,7 @@ def _real_vllm(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns a directory with a 2-layer Qwen2 of 32 dimensions and its tokenizer."""
+    """Return a directory with a 2-layer Qwen2 of 32 dimensions and its tokenizer."""
     from tests.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
@@ -123,7 +123,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns a directory with a tiny model whose tokenizer knows tools."""
+    """Return a directory with a tiny model whose tokenizer knows tools."""
     from tests.scripted_turns import save_tool_model
 
     return save_tool_model(tmp_path_factory.mktemp("tools"))
@@ -131,7 +131,7 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def train(tiny_model: str, tmp_path: Path) -> Callable[..., Any]:
-    """Returns `tests.tiny.run` with DASHTrainer, the tiny model and the test's folder, where nothing else is given."""
+    """Return `tests.tiny.run` with DASHTrainer, the tiny model and the test's folder, where nothing else is given."""
     from dash_trl import DASHTrainer
     from tests.tiny import run
 
@@ -143,7 +143,7 @@ def train(tiny_model: str, tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: str) -> object:
-    """Returns the tokenizer of the tiny model."""
+    """Return the tokenizer of the tiny model."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_model)
@@ -151,7 +151,7 @@ def tokenizer(tiny_model: str) -> object:
 
 @pytest.fixture(scope="session")
 def start(tiny_model: str) -> dict[str, torch.Tensor]:
-    """Returns the parameters of the tiny model."""
+    """Return the parameters of the tiny model."""
     from tests.tiny import parameters
 
     return parameters(tiny_model)

@@ -82,13 +82,13 @@ if FSDP:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory) -> Path:
-    """Returns a folder that the ranks share."""
+    """Return a folder that the ranks share."""
     return tmp_path_factory.getbasetemp().parent
 
 
 @pytest.fixture(scope="module", autouse=True)
 def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
-    """Returns the folder and the weights of each model. They are loaded before ZeRO-3 would shard them.
+    """Return the folder and the weights of each model. They are loaded before ZeRO-3 would shard them.
 
     The larger models have an LM head that ZeRO-3 shards. Parameters of fewer than 1e5 elements stay whole on all ranks.
     """
@@ -114,7 +114,7 @@ def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
 
 
 def whole(trainer: Any) -> Ends:
-    """Returns the whole parameters, gathered under ZeRO-3 and FSDP."""
+    """Return the whole parameters, gathered under ZeRO-3 and FSDP."""
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     context: Any = nullcontext()
     if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
@@ -136,7 +136,7 @@ def equal_on_all_ranks(values: Ends) -> bool:
 
 @pytest.fixture
 def train(models, output) -> Callable[..., Any]:
-    """Returns a function that trains, and checks that both ranks end with the same, and the expected, parameters."""
+    """Return a function that trains, and checks that both ranks end with the same, and the expected, parameters."""
 
     def train(name: str = "tiny", trainer_class: Any = DASHTrainer, *, expected: Ends | None = None, **settings) -> Any:
         path, start = models[name]

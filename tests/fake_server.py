@@ -262,12 +262,12 @@ def is_idle(pool):
 
 
 def pool_of(*fakes, **options):
-    """Returns a pool of fake servers, none of which it has seen."""
+    """Return a pool of fake servers, none of which it has seen."""
     return ServerPool([fake.url for fake in fakes], **{"server_timeout": 60.0, **options})
 
 
 def sampler_of(fakes, model, folder, **options):
-    """Returns a sampler on fake servers, to which no weights have been sent."""
+    """Return a sampler on fake servers, to which no weights have been sent."""
     return ServerGeneration(
         [fake.url for fake in fakes],
         model=model,

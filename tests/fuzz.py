@@ -208,7 +208,7 @@ CHANGES = [
 
 
 def case_of(drawn: dict, options: dict) -> dict:
-    """Returns the settings of a run of at least two windows."""
+    """Return the settings of a run of at least two windows."""
     case = {name: values[0] for name, values in options.items()}
     for name, value in drawn.items():
         other = case | {name: value}
@@ -332,7 +332,7 @@ def trained(kind: Any, case: dict, folder: Path, **others: Any) -> Any:
 
 
 def tolerance(case: dict) -> float:
-    """Returns the tolerance for `same_update` if rows may share other passes. A delta rule computes in float32."""
+    """Return the tolerance for `same_update` if rows may share other passes. A delta rule computes in float32."""
     is_rounded = case["attention"] == "eager" or "linear_num_key_heads" in case["family"]
     return IN_FLOAT32 if is_rounded else SAME_UPDATE
 
@@ -574,7 +574,7 @@ def ahead(case: dict, folder: Path) -> str:
 
 
 def outcome(kind: str, case: dict, folder: Path) -> tuple[str, str]:
-    """Returns why a case is vacuous, and what it raises on any rank; it ends the process if others hang."""
+    """Return why a case is vacuous, and what it raises on any rank; it ends the process if others hang."""
     ranks = Ranks(PartialState(cpu=True), PATIENCE)
     vacuous = ""
     said = ""

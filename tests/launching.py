@@ -22,7 +22,7 @@ HANGS = 1800.0  # seconds; a last resort
 
 @pytest.fixture(scope="session")
 def toy() -> str:
-    """Returns the folder of the toy model. It is made when it is first needed, which takes up to a minute."""
+    """Return the folder of the toy model. It is made when it is first needed, which takes up to a minute."""
     from dash_trl.toy import toy_model
 
     return toy_model()
@@ -30,7 +30,7 @@ def toy() -> str:
 
 @pytest.fixture(scope="session")
 def python() -> Callable[..., Done]:
-    """Returns a function that runs a new interpreter with arguments, to its end."""
+    """Return a function that runs a new interpreter with arguments, to its end."""
 
     def run(*arguments: object, fails: bool = False, **settings: object) -> Done:
         """Args: fails: True = its exit code must not be 0, False = it must be. settings: of `subprocess.run`."""
@@ -44,7 +44,7 @@ def python() -> Callable[..., Done]:
 
 @pytest.fixture(scope="session")
 def launch(python) -> Callable[..., Done]:
-    """Returns a function that runs a script by `accelerate launch`, to its end."""
+    """Return a function that runs a script by `accelerate launch`, to its end."""
 
     def launch(script: Path, *arguments: object, config: Path, options: tuple = (), threads: int = 1) -> Done:
         """Runs a script on the ranks of an accelerate configuration.
@@ -65,7 +65,7 @@ def launch(python) -> Callable[..., Done]:
 
 
 def ends(process: int) -> bool:
-    """Returns whether a process has gone, or goes by itself, though init may not have reaped it yet."""
+    """Return whether a process has gone, or goes by itself, though init may not have reaped it yet."""
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:

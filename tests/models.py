@@ -85,7 +85,7 @@ MULTIMODAL = ("gemma3", "qwen3_5", "mistral3")
 
 
 def config_of(name: str):
-    """Returns the configuration of a tiny model."""
+    """Return the configuration of a tiny model."""
     if name not in MULTIMODAL:
         return AutoConfig.for_model(name, **SIZES | FAMILIES[name])
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)

@@ -18,7 +18,7 @@ def std(values: list[float]) -> float:
 
 
 def total(row: list[float | None], weights: list[float]) -> float | None:
-    """Returns the weighted sum of the rewards that apply; `None` if none applies."""
+    """Return the weighted sum of the rewards that apply; `None` if none applies."""
     known = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
     return math.fsum(known) if known else None
 

@@ -84,7 +84,7 @@ def parsed(content: str, *calls: tuple[str, Any]) -> dict[str, Any]:
 
 
 def answered(*contents: tuple[str, Any]) -> list[dict[str, Any]]:
-    """Returns the messages of tools for (name, content) pairs."""
+    """Return the messages of tools for (name, content) pairs."""
     return [{"role": "tool", "name": name, "content": content} for name, content in contents]
 
 
@@ -151,7 +151,7 @@ class ScriptedTurns:
 
 
 def together(*parts: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns a `prepare` that calls others."""
+    """Return a `prepare` that calls others."""
 
     def prepare(trainer) -> None:
         for one in parts:
@@ -161,7 +161,7 @@ def together(*parts: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def plays(script, *others: Callable[[Any], None], **options) -> Callable[[Any], None]:
-    """Returns a `prepare` for several runs: each run begins the script anew. It also calls `others`."""
+    """Return a `prepare` for several runs: each run begins the script anew. It also calls `others`."""
     return together(lambda trainer: ScriptedTurns(script, **options).prepare(trainer), *others)
 
 
@@ -216,7 +216,7 @@ def fails() -> str:
 
 
 def fill(length: int) -> str:
-    """Returns a long text.
+    """Return a long text.
 
     Args:
         length: Its tokens.

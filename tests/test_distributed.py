@@ -28,7 +28,7 @@ CHOSEN = {
 
 @pytest.fixture
 def two_ranks(launch, tmp_path) -> Callable[..., str]:
-    """Returns a function that launches checks on two ranks, and returns their output."""
+    """Return a function that launches checks on two ranks and returns their output."""
 
     def launched(backend: str, *options: str) -> str:
         """Args: options: of pytest."""

@@ -42,7 +42,7 @@ def set_out(trainer, weights):
 
 
 def logged(trainer):
-    """Returns the log without times."""
+    """Return the log without times."""
     return [
         {name: value for name, value in log.items() if "time" not in name and "per_second" not in name}
         for log in trainer.state.log_history

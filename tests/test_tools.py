@@ -69,7 +69,7 @@ def check(model: str, output: Path, script, *, more, **settings):
 
 
 def value(name: str):
-    """Returns what is no text.
+    """Return what is no text.
 
     Args:
         name: Of what.

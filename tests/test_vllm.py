@@ -169,7 +169,7 @@ def differences(model, prompt: list[int], completion: list[int], sampled: list[l
 
 
 def largest_difference(model, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
-    """Returns the largest difference over all rows, computed row by row."""
+    """Return the largest difference over all rows, computed row by row."""
     return max(differences(model, *row).max().item() for row in zip(rows, completions, log_probs, strict=True))
 
 

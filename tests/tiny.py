@@ -115,7 +115,7 @@ def fsdp_on_cpu() -> None:
 
 
 def place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Returns two [tokens] tensors: the sample of each token, and how many tokens of this sample are left."""
+    """Return two [tokens] tensors: the sample of each token, and how many tokens of this sample are left."""
     place = torch.arange(tokens, device=ends.device)
     sample = torch.bucketize(place, ends[1:], right=True)
     return sample, ends[1:][sample] - place
@@ -286,7 +286,7 @@ class ScriptedRollouts:
 
 @torch.no_grad()
 def log_probs(model, prompt: list[int], completion: list[int]) -> list[float]:
-    """Returns log P of each token of one completion, from the logits of a plain pass."""
+    """Return log P of each token of one completion, from the logits of a plain pass."""
     logits = model(input_ids=torch.tensor([prompt + completion], device=model.device)).logits[0].log_softmax(dim=-1)
     return [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(completion)]
 
@@ -318,7 +318,7 @@ class ScriptedReward:
 
 
 def parameters(of) -> dict[str, torch.Tensor]:
-    """Returns copies of the parameters of a trainer's model, of a model, or of the model in a folder; a dict stays."""
+    """Return copies of the parameters of a trainer's model, of a model, or of the model in a folder; a dict stays."""
     if isinstance(of, dict):
         return of
     model = load(of) if isinstance(of, str) else of.model if isinstance(of, Trainer) else of
@@ -350,7 +350,7 @@ def noting(event: str, value: Callable[[Any], Any] = lambda rollouts: rollouts):
 
 
 def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, float]:
-    """Returns (largest difference of two updates relative to the largest update, largest update)."""
+    """Return (largest difference of two updates relative to the largest update, largest update)."""
     update = torch.stack([(one[name] - start[name]).abs().max() for name in start]).max().item()  # NaN if one is
     difference = torch.stack([(one[name] - other[name]).abs().max() for name in start]).max().item()
     return difference / max(update, 1e-30), update
@@ -411,7 +411,7 @@ OWN_FIGURES = {"step", "measured", "shortest", "first_length", "calls"}  # the l
 
 @functools.cache
 def figure_names() -> frozenset[str]:
-    """Returns the names of figures in the documentation's tables; `<name>` and `<note>` stand for any name."""
+    """Return the names of figures in the documentation's tables; `<name>` and `<note>` stand for any name."""
     return frozenset(re.findall(r"(?:^\| |, )`([^`]+)`(?=[^|]*\|[^|]*\|[^|]*\|$)", FIGURES.read_text(), re.MULTILINE))
 
 

@@ -41,7 +41,7 @@ Table = dict[str, dict[str, int]]
 
 
 def size(source: str) -> tuple[int, int]:
-    """Returns the number of tokens of a module's source, and the number of words of its docstrings."""
+    """Return the number of tokens of a module's source, and the number of words of its docstrings."""
     documents = [
         node.value
         for node in ast.walk(ast.parse(source))
@@ -59,13 +59,13 @@ def folder_of(path: Path) -> str:
 
 
 def files(ending: str, *folders: str) -> list[Path]:
-    """Returns the files of the repository in some folders, without those that an install or a build has made."""
+    """Return the files of the repository in some folders, without those that an install or a build has made."""
     found = (path for folder in folders for path in (ROOT / folder).rglob(f"*.{ending}"))
     return sorted(path for path in found if not {"build", "_build"} & {*path.relative_to(ROOT).parts})
 
 
 def counted() -> Table:
-    """Returns what there is, in the form of budgets.toml: {"tokens": …, "docstrings": …, "words": …}."""
+    """Return what there is, in the form of budgets.toml: {"tokens": …, "docstrings": …, "words": …}."""
     tokens = Counter[str]()
     docstrings = Counter[str]()
     for path in files("py", *FOLDERS):
@@ -77,7 +77,7 @@ def counted() -> Table:
 
 
 def sums(table: Table) -> dict[str, int]:
-    """Returns the numbers that the ceilings bound."""
+    """Return the numbers that the ceilings bound."""
     return {
         name: sum(count for folder, count in table[part].items() if folder.split("/")[0] in folders)
         for name, (part, folders) in SUMS.items()

@@ -31,7 +31,7 @@ SENTENCES = 2  # of a flag's help; what TRL's say after these is background
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table; its cells are Markdown, too."""
+    """Return a Markdown table; its cells are Markdown, too."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell(one) for one in line)} |" for line in lines)
 
@@ -45,7 +45,7 @@ def code(value: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns a help text as Markdown. Outside of code, characters of HTML and emphasis are escaped."""
+    """Return a help text as Markdown. Outside of code, characters of HTML and emphasis are escaped."""
     parts = re.split(r"(`[^`]*`|\[[^\]]*\]\(http[^)]*\))", text.replace("%%", "%"))
     return "".join(part if place % 2 else re.sub(r"([<*_\[\]])", r"\\\1", part) for place, part in enumerate(parts))
 
@@ -54,7 +54,7 @@ def plain(text: str) -> str:
 
 
 def options() -> str:
-    """Returns the page of options: our own, with a section for each, and the defaults that TRL has changed."""
+    """Return the page of options: our own, with a section for each, and the defaults that TRL has changed."""
     from transformers import TrainingArguments
     from trl import GRPOConfig
 
@@ -75,13 +75,13 @@ def options() -> str:
 
 
 def text_of(option: Field) -> str:
-    """Returns an option's help, in which the names of pages are links."""
+    """Return an option's help, in which the names of pages are links."""
     return re.sub(r"`?docs/([\w/-]+)\.md`?", r"[docs/\1.md](../\1.md)", plain(option.metadata["help"]))
 
 
 @functools.cache
 def annotations() -> dict[str, Any]:
-    """Returns the types of the options as written in the source; Transformers' parser changes the types of `fields`."""
+    """Return the types of the options as written in the source; Transformers' parser changes the types of `fields`."""
     from dash_trl import DASHConfig
 
     return {name: kind for one in reversed(DASHConfig.__mro__) for name, kind in inspect.get_annotations(one).items()}
@@ -106,7 +106,7 @@ class Caught(Exception):
 
 
 def parser_of(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
-    """Returns the parser that a command's `main` creates. `main` is stopped when it parses its arguments."""
+    """Return the parser that a command's `main` creates. `main` is stopped when it parses its arguments."""
 
     def catch(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
         raise Caught(parser)
@@ -133,7 +133,7 @@ def shown_default(action: argparse.Action) -> str:
 
 
 def of_dataclass(kind: type, names: Iterable[str] | None = None) -> str:
-    """Returns the table of the flags of a dataclass; with `names`, only of these fields."""
+    """Return the table of the flags of a dataclass; with `names`, only of these fields."""
     from transformers import HfArgumentParser
 
     actions = HfArgumentParser(kind)._actions
@@ -143,7 +143,7 @@ def of_dataclass(kind: type, names: Iterable[str] | None = None) -> str:
 
 
 def commands() -> str:
-    """Returns the page of commands: the description and the flags of every command of `dash_trl`."""
+    """Return the page of commands: the description and the flags of every command of `dash_trl`."""
     import sft
     import train_math
     from trl import ModelConfig
@@ -185,7 +185,7 @@ def commands() -> str:
 
 
 def compatibility() -> str:
-    """Returns the table of required versions (setup.cfg) and of the versions that tests run with (constraints.txt)."""
+    """Return the table of required versions (setup.cfg) and of the versions that tests run with (constraints.txt)."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -219,7 +219,7 @@ END = "<!-- end of the generated part -->"
 
 
 def page(name: str) -> tuple[Path, str]:
-    """Returns a page's path and its up-to-date text."""
+    """Return a page's path and its up-to-date text."""
     path = PAGES / f"{name}.md"
     before, _, rest = path.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -19,7 +19,7 @@ FOREIGN = ("tests/", "benchmarks/", "tools/", "outputs/")
 
 
 def faults(names: Iterable[str], wheel: bool) -> list[str]:
-    """Returns the faults of an archive's list of files.
+    """Return the faults of an archive's list of files.
 
     Args:
         names: names of the files; for an sdist, without the top folder.
@@ -41,7 +41,7 @@ def names_of(archive: Path) -> list[str]:
 
 
 def description_faults(metadata: str) -> list[str]:
-    """Returns the faults of the description on PyPI: links that are no https:// URLs, which lead nowhere there.
+    """Return the faults of the description on PyPI: links that are no https:// URLs, which lead nowhere there.
 
     Args:
         metadata: text of a wheel's METADATA, which ends with the README.

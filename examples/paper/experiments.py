@@ -322,12 +322,12 @@ FIGURES = {
 
 
 def config_of(method: str, size: str) -> Path:
-    """Returns the YAML file of a run of the paper."""
+    """Return the YAML file of a run of the paper."""
     return CONFIGS / f"{method}_qwen2.5-{_short(size)}b.yaml"
 
 
 def model_of(size: str) -> str:
-    """Returns the hub name of a base model of the paper."""
+    """Return the hub name of a base model of the paper."""
     return f"Qwen/Qwen2.5-{_short(size).upper()}B"
 
 
@@ -336,5 +336,5 @@ def _short(size: str) -> str:
 
 
 def rows_of(table: str, *, toy: bool) -> list[Row]:
-    """Returns the rows of a table; the toy scale has only the size "0.5"."""
+    """Return the rows of a table; the toy scale has only the size "0.5"."""
     return [row for row in TABLES[table].rows if not toy or row.size == "0.5"]

@@ -50,7 +50,7 @@ class Cell:
 
 
 def over_seeds(values: Sequence[float]) -> Cell:
-    """Returns the mean over seeds with its interval: x̄ ± t s / √n with n − 1 degrees of freedom; none for one run."""
+    """Return the mean over seeds with its interval: x̄ ± t s / √n with n − 1 degrees of freedom; none for one run."""
     mean = statistics.fmean(values)
     n = len(values)
     if n == 1:
@@ -60,7 +60,7 @@ def over_seeds(values: Sequence[float]) -> Cell:
 
 
 def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
-    """Returns accuracy or pass@k in per cent.
+    """Return accuracy or pass@k in per cent.
 
     For one model, the interval is that of its evaluation, over problems. For several seeds, it is over the seeds.
 
@@ -77,7 +77,7 @@ def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
 
 
 def seconds_of(metrics: Path) -> float:
-    """Returns the training time of a run in seconds: `time/elapsed` of its last log."""
+    """Return the training time of a run in seconds: `time/elapsed` of its last log."""
     return read_metrics(metrics)[-1]["time/elapsed"]
 
 
@@ -88,7 +88,7 @@ Find = Callable[[Row, Column], Cell | None]
 
 
 def markdown(name: str, find: Find, *, toy: bool, notes: Sequence[str] = ()) -> str:
-    """Returns a table as Markdown, with the paper's numbers beside ours.
+    """Return a table as Markdown, with the paper's numbers beside ours.
 
     Args:
         name: name of the table.

@@ -83,16 +83,16 @@ class Scale:
         self.problems = folder / "problems"
 
     def home(self, run: Run) -> Path:
-        """Returns the folder of a run; its name is the name of the run."""
+        """Return the folder of a run; its name is the name of the run."""
         stem = run.method if self.toy or run.method == TRACES else config_of(run.method, run.size).stem
         return self.folder / "runs" / (stem if run.seed is None else f"{stem}_seed{run.seed}")
 
     def runs(self, method: str, size: str) -> list[Run]:
-        """Returns one run per seed; none for a base model."""
+        """Return one run per seed; none for a base model."""
         return [] if METHODS[method].script is None else [Run(method, size, seed) for seed in self.seeds]
 
     def runs_of(self, tables: Sequence[str]) -> list[Run]:
-        """Returns the runs that tables need. A run that another run depends on comes first."""
+        """Return the runs that tables need. A run that another run depends on comes first."""
         rows = [row for table in tables for row in rows_of(table, toy=self.toy)]
         methods = [(METHODS[row.method].stopped_by, row.method, row.size) for row in rows]
         settings = dict.fromkeys((one, size) for first, method, size in methods for one in (first, method) if one)
@@ -100,7 +100,7 @@ class Scale:
         return [Run(TRACES), *runs] if any(METHODS[run.method].traces for run in runs) else runs
 
     def models(self, method: str, size: str) -> list[str]:
-        """Returns the models of a row of a table: one per seed, or the base model if the method does not train."""
+        """Return the models of a row of a table: one per seed, or the base model if the method does not train."""
         base = model_of(size)
         if self.toy:
             base = str(self.problems / "base_code") if METHODS[method].code else "toy"
@@ -109,7 +109,7 @@ class Scale:
     # ------------------------------------------------------------------------------------------------- commands
 
     def command(self, run: Run) -> list[str]:
-        """Returns the command of a training from its beginning."""
+        """Return the command of a training from its beginning."""
         method = METHODS[run.method]
         home = self.home(run)
         flags: dict[str, Any] = {"seed": run.seed}
@@ -137,18 +137,18 @@ class Scale:
         return [*command, *as_flags(flags), "--output_dir", str(home)]
 
     def gpus(self, run: Run) -> tuple[int, int]:
-        """Returns the number of GPUs for training and for servers, as in the paper (Appendix A)."""
+        """Return the number of GPUs for training and for servers, as in the paper (Appendix A)."""
         if self.toy or run.method == TRACES:
             return 0 if self.toy else 1, 0
         method = METHODS[run.method]
         return 2 if method.code else 4, 0 if method.script == "sft" else 2
 
     def servers(self, run: Run) -> list[str]:
-        """Returns the command of the vLLM servers that a training samples from, one per GPU."""
+        """Return the command of the vLLM servers that a training samples from, one per GPU."""
         return [sys.executable, "-m", "dash_trl", "serve", model_of(run.size), "--servers", str(self.gpus(run)[1])]
 
     def evaluation(self, kind: str, models: Sequence[str]) -> list[str]:
-        """Returns the command of an evaluation."""
+        """Return the command of an evaluation."""
         spec = EVALUATIONS[kind]
         flags = dict(spec.toy if self.toy else {**spec.paper, "use_vllm": True})
         if self.toy and spec.problems is not None:
@@ -159,17 +159,17 @@ class Scale:
         return [sys.executable, "-m", "dash_trl", "eval", *models, *as_flags(flags), *output]
 
     def figures(self, kind: str, model: str) -> Path:
-        """Returns the file of an evaluation's results; it is named after the last part of the model's name."""
+        """Return the file of an evaluation's results; it is named after the last part of the model's name."""
         return self.folder / "evaluation" / kind / f"{Path(model).name}.json"
 
     def made_by(self, kind: str) -> Path:
-        """Returns the file of the command, without models, that made the results of an evaluation."""
+        """Return the file of the command, without models, that made the results of an evaluation."""
         return self.folder / "evaluation" / kind / "command.json"
 
     # ------------------------------------------------------------------------------------------ what is missing
 
     def left(self, tables: Sequence[str]) -> tuple[list[Run], list[tuple[str, list[str]]]]:
-        """Returns the missing trainings, and the missing evaluations as (kind, models of one process).
+        """Return the missing trainings, and the missing evaluations as (kind, models of one process).
 
         At the paper's scale a process evaluates one model, which fills its GPU.
         """
@@ -187,12 +187,12 @@ class Scale:
         return [run for run in self.runs_of(tables) if not is_done(self.home(run))], evaluations
 
     def gpus_needed(self, tables: Sequence[str]) -> int:
-        """Returns the largest number of GPUs that a missing training takes."""
+        """Return the largest number of GPUs that a missing training takes."""
         return max([sum(self.gpus(run)) for run in self.left(tables)[0]], default=1)
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Returns settings as words of a command: `--name` and the value, or all values of a tuple."""
+    """Return settings as words of a command: `--name` and the value, or all values of a tuple."""
     values = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
     return [word for name, several in values.items() for word in (f"--{name}", *map(str, several))]
 
@@ -334,7 +334,7 @@ class Work:
 
 
 def on(gpus: Sequence[str]) -> dict[str, str]:
-    """Returns the environment variables for a program on these GPUs; none at the toy scale."""
+    """Return the environment variables for a program on these GPUs; none at the toy scale."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
@@ -367,7 +367,7 @@ def write(scale: Scale, table: str) -> list[Path]:
 
 
 def per_seed(scale: Scale, row: Row, column: Column) -> list[float]:
-    """Returns our number of a row and a column for each seed; none for the time of a row without training."""
+    """Return our number of a row and a column for each seed; none for the time of a row without training."""
     kind, what = column.source
     if kind == "time":
         seconds = [report.seconds_of(scale.home(run) / METRICS) for run in scale.runs(row.method, row.size)]
@@ -377,7 +377,7 @@ def per_seed(scale: Scale, row: Row, column: Column) -> list[float]:
 
 
 def paired(scale: Scale, table: str) -> list[str]:
-    """Returns a sentence for each two trained methods of a table: the differences of the same seeds, with intervals."""
+    """Return a sentence for each two trained methods of a table: the differences of the same seeds, with intervals."""
     if len(scale.seeds) < 2:
         return []
     said = []
@@ -398,7 +398,7 @@ def paired(scale: Scale, table: str) -> list[str]:
 
 
 def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
-    """Returns pass@k by label, in the form of an evaluation's JSON; for several seeds, the mean and its interval."""
+    """Return pass@k by label, in the form of an evaluation's JSON; for several seeds, the mean and its interval."""
     assert figure.evaluation is not None
     (size,) = figure.sizes
     lines = {}
@@ -411,7 +411,7 @@ def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
 
 
 def notes(scale: Scale) -> list[str]:
-    """Returns the sentences below a table, about its intervals."""
+    """Return the sentences below a table, about its intervals."""
     seeds = ", ".join(map(str, scale.seeds))
     several = f"Means over the seeds {seeds} with 95 % intervals (Student's t); without training, of one model: "
     one = "The 95 % intervals are of one run (seed " + seeds + "): "
@@ -450,17 +450,17 @@ def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
 
 
 def for_a_shell(command: Sequence[str], gpus: Sequence[str]) -> str:
-    """Returns a command with its environment variables, as a line for a shell."""
+    """Return a command with its environment variables, as a line for a shell."""
     return " ".join([*(f"{name}={value}" for name, value in on(gpus).items()), shlex.join(command)])
 
 
 def tail(log: Path) -> str:
-    """Returns the last lines of a log."""
+    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
 def urls_in(text: str) -> list[str]:
-    """Returns the URLs that `dash_trl serve` prints when its servers are ready; none before."""
+    """Return the URLs that `dash_trl serve` prints when its servers are ready; none before."""
     found = [line.split()[1:] for line in text.splitlines() if line.strip().startswith("--vllm_server_urls ")]
     return found[-1] if found else []
 
