@@ -49,17 +49,15 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     return str(found)
 
 
-# Settings of an adapter on which depends what its weights mean.
-OF_ADAPTER = (
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "use_dora",
-    "alpha_pattern",
-    "rank_pattern",
-    "target_modules",
-    "bias",
+# Settings of an adapter on which its weights and what they mean do not depend, or whose change raises an error.
+NOT_OF_ADAPTER = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "layer_replication",
+    "peft_version",
+    "revision",
+    "task_type",
 )
 
 
@@ -70,17 +68,20 @@ def check_weights(checkpoint: str, adapters: Mapping[str, Any]) -> None:
     """
     other = "adapter_config.json"
     said = "an adapter, but this run trains all weights"
+    for name, own in adapters.items():
+        folder = Path(checkpoint, "" if name == "default" else name)
+        saved = vars(own.from_pretrained(folder) if Path(folder, other).exists() else own)
+        changed = [
+            f"{key}={saved.get(key)}, here {value}"
+            for key, value in vars(own).items()
+            if saved.get(key) != value and key not in NOT_OF_ADAPTER and "dropout" not in key
+        ]
+        if changed:
+            raise ValueError(
+                f"{checkpoint} has an adapter with {'; '.join(changed)}. Use its settings, or begin a new run with "
+                "its weights, by PeftModel.from_pretrained(..., is_trainable=True)."
+            )
     if adapters:
-        if Path(checkpoint, other).exists():
-            own = next(iter(adapters.values()))
-            saved = vars(own.from_pretrained(checkpoint))
-            differ = [name for name in vars(own) if name in OF_ADAPTER and saved.get(name) != getattr(own, name)]
-            if differ:
-                changed = [f"{name}={saved.get(name)}, here {getattr(own, name)}" for name in differ]
-                raise ValueError(
-                    f"{checkpoint} has an adapter with {'; '.join(changed)}. Use its settings, or begin a new run with "
-                    "its weights, by PeftModel.from_pretrained(..., is_trainable=True)."
-                )
         other = "model*.safetensors"
         said = "a whole model, but this run trains an adapter"
     if any(Path(checkpoint).rglob(other)):

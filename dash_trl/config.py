@@ -208,8 +208,7 @@ class DASHConfig(GRPOConfig):
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # takes a string, too
             self.use_vllm = True
             self.vllm_mode = "server"
-        if not torch.accelerator.is_available():  # else each of several processes would train alone
-            self.use_cpu = True
+        self.use_cpu |= not torch.accelerator.is_available()  # else each of several processes would train alone
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and computes_bf16()
         # TRL 1.16 uses names that transformers has replaced, here and in each step.

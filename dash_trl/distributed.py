@@ -229,7 +229,10 @@ def wait_for_all(
         RankFailed: if some ranks did not come in time.
     """
     keys = [f"dash_trl/{number}/{one}" for one in range(count)]
-    said = "" if error is None else _described(error)
+    said = ""
+    if error is not None:  # whose own `__str__` may fail
+        text = f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
+        said = text.encode(errors="backslashreplace").decode()  # a store takes no half of a surrogate pair
     store.set(keys[rank], said)
     started = time.monotonic()
     while not store.check(keys):
@@ -247,9 +250,3 @@ def wait_for_all(
     # All ranks have come to this barrier, so none still reads the keys of the last one.
     store.delete_key(f"dash_trl/{number - 1}/{rank}")
     return {one: value.decode() for one, value in enumerate(said_by_all) if value}
-
-
-def _described(error: Exception) -> str:
-    """Return the type and the text of an error, also if its `__str__` fails."""
-    text = f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
-    return text.encode(errors="backslashreplace").decode()  # a store takes no half of a surrogate pair

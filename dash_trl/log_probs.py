@@ -160,18 +160,12 @@ class LogProbs:
     def log(self, survivors: RolloutBatch) -> None:
         """Log the ratios of a whole window, and how the sampler's log-probs differ from the old ones.
 
-        Ratios that training passes compute are left to `log_step`. If the old log-probs are the sampler's, the share of
-        rows is logged for which a pass computed unknown log-probs.
+        Ratios that training passes compute are left to `log_step`.
         """
         sampled = survivors.sampling_per_token_logps
         mask = survivors.loss_mask
         old = survivors.old_per_token_logps
         ratio = survivors.importance_sampling_ratio
-        if self.rules.sampler_is_old:
-            assert sampled is not None, "the sampler's log-probs were checked when they were sampled"
-            rows = unknown_log_probs(sampled, mask).any(dim=1)
-            found, kept = self._ranks.sum(torch.tensor([int(rows.sum()), len(rows)])).tolist()
-            self._host.recorder.log({"off_policy/rescored_rows": found / kept} if kept else {})
         if ratio is not None:
             assert old is not None and sampled is not None, "the ratio was computed from them"
             self._log_correction(old, sampled, mask, ratio)

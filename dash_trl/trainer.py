@@ -549,6 +549,12 @@ class DASHTrainer(GRPOTrainer):
         rows = self._conversations.begun(prompt_ids, self.environments, kinds)
         return Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        stale = Path(output_dir or self.args.output_dir, "adapter_config.json")
+        if stale.exists() and not is_peft_model(self.model):  # its adapter, of an earlier run, would be loaded, too
+            stale.rename(f"{stale}.old")
+        super()._save(output_dir, state_dict)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Wait for this window's rewards before saving anything. If waiting fails, no incomplete checkpoint may remain.
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.

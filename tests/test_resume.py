@@ -198,7 +198,7 @@ def test_another_kind_of_weights_is_refused(train, tiny_model, tmp_path, saved):
     """Else the weights would not be loaded."""
     lora = LoraConfig(target_modules=["q_proj"])
     adapted = tmp_path / "adapted"
-    train(output=adapted, peft_config=lora, save_strategy="steps", save_steps=1)
+    train(output=adapted, peft_config=lora, save_strategy="steps", save_steps=1).save_model()
     card = (adapted / "README.md").read_text()
     assert f"of `{tiny_model}`" in card and f"model='{adapted}'" in card
     full = saved[1] / "checkpoint-3"
@@ -206,10 +206,13 @@ def test_another_kind_of_weights_is_refused(train, tiny_model, tmp_path, saved):
     for checkpoint, settings, said in (
         (full, {"peft_config": lora}, "the weights of a whole model, but .* an adapter"),
         (adapter, {"peft_config": LoraConfig(lora_alpha=64)}, "an adapter with .*lora_alpha=8, here 64"),
+        (adapter, {"peft_config": LoraConfig(layers_to_transform=[0])}, "layers_to_transform=None, here .0"),
         (adapter, {}, "the weights of an adapter, but this run trains all weights"),
     ):
         said = f"{checkpoint} .*{said}.* new run with its weights"
         refused(said, recorded, train, checkpoint, max_steps=6, **settings)
+    train(output=adapted).save_model()
+    assert not (adapted / "adapter_config.json").exists()  # it would be loaded onto the model
 
 
 def test_a_checkpoint_without_a_window_is_said(train, tmp_path, caplog, saved):

@@ -26,7 +26,7 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
             if its reference would be another.
     """
     given = getattr(model, "active_peft_config", None)
-    default = getattr(model, "peft_config", {}).get("default")
+    is_default = given is None or model.active_adapters == ["default"]  # type: ignore[union-attr, comparison-overlap]
     adapter = peft_config or given
     if getattr(adapter, "is_prompt_learning", False):
         raise ValueError(
@@ -34,11 +34,15 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
             "and the prompt, so the width of a pass would change its result. Use another adapter, such as LoraConfig."
         )
     init = str(getattr(adapter, "init_lora_weights", ""))
-    if getattr(args, "beta", 0) and (init[:5] in CHANGES_BASE or given is not default):
+    bias = getattr(adapter, "bias", "none")
+    beta = getattr(args, "beta", 0)
+    changes_base = init[:5] in CHANGES_BASE or bias != "none"
+    if beta and changes_base or not is_default and (beta or args.load_best_model_at_end):
         raise ValueError(
-            f"beta={args.beta} needs a reference: the base model or, of a model with an adapter, a copy of its adapter "
-            f"'default'. This adapter has another name, or changes the base model (init_lora_weights={init!r}). "
-            "Use beta=0, or a LoraConfig without init_lora_weights and a PeftModel without adapter_name."
+            f"beta={beta} needs a reference: the base model or, of a model with an adapter, a copy of its adapter "
+            f"'default'; load_best_model_at_end={args.load_best_model_at_end} loads no other adapter. This adapter has "
+            f"another name, or changes the base model (init_lora_weights={init!r}, bias={bias!r}). Leave the option "
+            "out, or use a LoraConfig without these two and a PeftModel without adapter_name."
         )
     if isinstance(model, str):
         settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
