@@ -26,7 +26,8 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
             if its reference would be another.
     """
     given = getattr(model, "active_peft_config", None)
-    is_default = given is None or model.active_adapters == ["default"]  # type: ignore[union-attr, comparison-overlap]
+    default = getattr(model, "peft_config", {}).get("default")
+    others = given is not None and model.active_adapters != ["default"]  # type: ignore[union-attr, comparison-overlap]
     adapter = peft_config or given
     if getattr(adapter, "is_prompt_learning", False):
         raise ValueError(
@@ -36,11 +37,11 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
     init = str(getattr(adapter, "init_lora_weights", ""))
     bias = getattr(adapter, "bias", "none")
     beta = getattr(args, "beta", 0)
-    changes_base = init[:5] in CHANGES_BASE or bias != "none"
-    if beta and changes_base or not is_default and (beta or args.load_best_model_at_end):
+    best = args.load_best_model_at_end
+    if beta and (init[:5] in CHANGES_BASE or bias != "none" or given is not default) or others and (beta or best):
         raise ValueError(
-            f"beta={beta} needs a reference: the base model or, of a model with an adapter, a copy of its adapter "
-            f"'default'; load_best_model_at_end={args.load_best_model_at_end} loads no other adapter. This adapter has "
+            f"A beta above 0 needs a reference (beta={beta}): the base model or a copy of the model's own adapter "
+            f"'default'; load_best_model_at_end={best} loads no other adapter. This adapter has "
             f"another name, or changes the base model (init_lora_weights={init!r}, bias={bias!r}). Leave the option "
             "out, or use a LoraConfig without these two and a PeftModel without adapter_name."
         )
