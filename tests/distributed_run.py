@@ -375,9 +375,8 @@ def test_unknown_log_probs(train):
     for filled in (True, False):
         rollouts = ScriptedRollouts(noise=0.7, unknown=0.0 if RANK == 1 else 0.05, filled=filled)
         trainer = train(expected=expected, rollouts=rollouts, **settings)
-        log = trainer.state.log_history[0]
         expected = whole(trainer)
-        assert agreed({name: value for name, value in log.items() if "off_policy" in name})
+        assert agreed({name: value for name, value in trainer.state.log_history[0].items() if "off_policy" in name})
 
 
 def test_the_entropy_bonus(train):

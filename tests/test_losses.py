@@ -29,18 +29,19 @@ class InAnEnvironment(ScriptedRollouts):
 
 
 class Watch(Snapshots, DASHCallback):
-    """Callback that records the last window and the parameters after each step; optionally sets credit per token."""
+    """Callback that records the windows and the parameters after each step; optionally sets credit per token."""
 
     def __init__(self, per_token: bool = False):
         super().__init__()
         self.per_token = per_token
+        self.windows = []
 
     def on_advantages(self, args, state, control, rollouts, **kwargs):
         if self.per_token:
             chance = torch.Generator().manual_seed(0)
             credit = torch.randn(rollouts.completion_ids.shape, generator=chance)
             rollouts.advantages = rollouts.advantages[:, None] * credit
-        self.rollouts = rollouts
+        self.windows.append(rollouts)
 
 
 def log_probs_of(model, rollouts) -> torch.Tensor:
@@ -104,16 +105,18 @@ def test_value_and_gradient(tiny_model, train, loss, rollouts, denominator, per_
     }
     trainer = train(Scoring, **settings)
     logs = trainer.state.log_history
-    rows = watch.rollouts
-    own = watch.rollouts.loss_mask.bool()
-    credit = (rows.advantages if per_token else rows.advantages[:, None]).expand(own.shape)
-    kept = (credit * own).any(dim=1)
-    assert kept.any() and not kept.all()
-    counted = own & kept[:, None]
-    sampler = rows.sampling_per_token_logps.where(rows.sampling_per_token_logps > -9999.0, NAN)
-    if loss != "decoupled_ppo":  # only rows with an unknown log-prob are scored
-        survivors = sum(log["filter/kept_rows"] * 16 for log in (logs[0], logs[2]))
-        assert (0 < trainer.scored < survivors) == (rollouts.unknown > 0.0)
+    incomplete = survivors = 0
+    for rows in watch.windows:
+        own = rows.loss_mask.bool()
+        credit = rows.advantages.view(len(own), -1).expand_as(own)
+        kept = (credit * own).any(dim=1)
+        assert kept.any() and not kept.all()
+        counted = own & kept[:, None]
+        sampler = rows.sampling_per_token_logps.where(rows.sampling_per_token_logps > -9999.0, NAN)
+        incomplete += (sampler.isnan() & counted).any(dim=1).sum()
+        survivors += kept.sum()
+    assert (0 < incomplete < survivors) == (rollouts.unknown > 0.0)
+    assert loss == "decoupled_ppo" or trainer.scored == incomplete
 
     tokens = (own if denominator == "all" else counted).sum().item()
     with torch.no_grad():

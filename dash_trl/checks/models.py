@@ -23,7 +23,7 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
 
     Raises:
         ValueError: if the model does not exist, is compiled, is not a causal language model, or has virtual tokens, or
-            if its reference would be another.
+            if its reference or the best model would be another.
     """
     given = getattr(model, "active_peft_config", None)
     default = getattr(model, "peft_config", {}).get("default")
