@@ -25,9 +25,9 @@ Completions and rewards are scripted, so only V(prefix) and the update are timed
 
 - `seconds`: median of two steps; a step before them is not counted.
 - `launches`, `waits`: kernels that one more step starts, and how often the host waits in it for the GPU.
-- `gb`: peak memory of these steps beyond the memory before them.
-- `ratio`: the seconds of TRL by those of DASH. `rel_param_diff`: the largest difference of a parameter after the first
-  step (SGD), relative to the largest update.
+- `gb`: peak memory of these steps beyond the memory before them; on a CPU, 0.
+- `ratio`: the seconds of TRL by those of DASH. `rel_grad_diff`: the largest difference of a gradient of the first step,
+  relative to the largest gradient.
 """
 
 import argparse
@@ -48,13 +48,11 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
-from dash_trl.comparison import Scripted, begin_counting, counted
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.update import TreeShape, tree_attention, varlen_arguments, varlen_flaw
 
 LIMIT = 470  # seconds
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DEVICE = torch.device("cuda" if harness.ON_GPU else "cpu")
 STEPS = 2  # that are counted
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trl": (GRPOTrainer, {}),
@@ -111,18 +109,18 @@ TREES = (TreeShape(200, (100, 60, 7), (200,) * 3), TreeShape(90))
 class Clock(harness.Clock):
     """Clock that also records the peak memory after the first step, and what the profiler counts in the last step."""
 
-    start: dict[str, torch.Tensor] | None = None  # the parameters before the first step
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
-            self.before = harness.begin_peak(ON_GPU)
+            self.before = torch.cuda.memory_allocated()
+            if harness.ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
         if state.global_step == 1 + STEPS:
-            self.gb = (harness.peak(ON_GPU) - self.before) / 1e9
-            self.counting = begin_counting()
+            self.gb = (torch.cuda.max_memory_allocated() - self.before) / 1e9
+            self.counting = harness.begin_counting()
         super().on_step_begin(args, state, control)
 
     def figures(self) -> dict[str, float]:
-        launches, waits = counted(self.counting)
+        launches, waits = harness.counted(self.counting)
         seconds = harness.medians({"seconds": self.seconds[1 : 1 + STEPS]})
         return {**seconds, "launches": launches, "waits": waits, "gb": self.gb}
 
@@ -131,7 +129,7 @@ def machine() -> dict[str, Any]:
     with torch.autocast(DEVICE.type, torch.bfloat16):
         flaw = varlen_flaw(built("0.5B", True), DEVICE)
     versions = {one.__name__: one.__version__ for one in (torch, transformers)}
-    device = torch.cuda.get_device_name() if ON_GPU else "cpu"
+    device = torch.cuda.get_device_name() if harness.ON_GPU else "cpu"
     return {**versions, "device": device, "varlen": flaw or "usable", "fla": find_spec("fla") is not None}
 
 
@@ -169,13 +167,16 @@ def update(name: str, kind: str, share: float, given: argparse.Namespace, *callb
     gc.collect()  # the trainer before this one would count as memory
     model = built(name, small)
     model.use_kernels = given.use_kernels
-    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": rows // 8, "max_steps": 2 + STEPS}
-    settings |= {"beta": 0.0, "loss_type": "dr_grpo", "bf16": ON_GPU, "use_cpu": not ON_GPU, **own}
-    settings["torch_compile"] = given.torch_compile
-    workload = Scripted(constant=share, rows=rows, longest=longest, prompt_tokens=prompt)
-    clock = Clock(parameters=name == "0.5B")
-    if clock.parameters and kind == "trl":
-        clock.start = {name: one.detach().cpu() for name, one in model.named_parameters()}
+    settings = {
+        "max_steps": 2 + STEPS,
+        "beta": 0.0,
+        "loss_type": "dr_grpo",
+        "bf16": harness.ON_GPU,
+        "torch_compile": given.torch_compile,
+        **own,
+    }
+    workload = harness.Scripted(constant=share, rows=rows, longest=longest, prompt_tokens=prompt)
+    clock = Clock(compares=name == "0.5B")
     others: dict[str, Any] = {"callbacks": [clock, *callbacks]}
     if name == "LoRA":
         others["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -209,7 +210,7 @@ def main(given: argparse.Namespace) -> None:
         name = f"{model}, {share:.0%} constant"
         if all([note(f"{name}, {kind}", partial(measure, kind)) for kind in kinds]):
             clocks["dash"] = clocks[kinds[1]]
-            note(name, lambda: harness.against_trl(clocks, clocks["trl"].start))
+            note(name, partial(harness.against_trl, clocks))
 
     note("machine", machine)
     note("attention", attention)

@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: command line, trainers, clocks, memory, and a server beside the trainer.
+"""Shared code of the benchmarks: command line, trainers, clocks, and a server beside the trainer.
 
 Import this module before transformers, since it sets environment variables that transformers reads on import.
 """
@@ -6,12 +6,15 @@ Import this module before transformers, since it sets environment variables that
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the benchmarks run without an installation
 os.environ.update(
     {
-        "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TRL_EXPERIMENTAL_SILENCE": "1",  # no warning that a rollout_func is experimental
@@ -31,11 +33,11 @@ os.environ.update(
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback  # noqa: E402
 from trl import GRPOConfig  # noqa: E402
 
 from dash_trl import DASHConfig, DASHTrainer  # noqa: E402
-from dash_trl.comparison import Scripted  # noqa: E402
 from dash_trl.serve import vllm_servers  # noqa: E402
 from dash_trl.toy import (  # noqa: E402
     arithmetic_dataset,
@@ -46,7 +48,18 @@ from dash_trl.toy import (  # noqa: E402
 )
 
 OUTPUT = tempfile.TemporaryDirectory()  # contains the output directories of all trainers
-COLUMNS = {"prompt": [f"Compute {i:03d} + {i * 7 % 100:02d}:" for i in range(256)], "answer": [*range(256)]}
+ON_GPU = torch.cuda.is_available()
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+# Settings of a run whose gradients can be compared with those of another trainer: no clipping.
+COMPARABLE = {
+    "use_cpu": not ON_GPU,
+    "optim": "sgd",
+    "learning_rate": 0.0,
+    "max_grad_norm": 0.0,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+}
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -93,70 +106,114 @@ def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
 
 
 class Clock(TrainerCallback):
-    """Callback that records the seconds and the end of each optimizer step, and the parameters after the first step.
+    """Callback that records the seconds and the end of each optimizer step, and the gradients of the first step.
 
     Args:
-        parameters: False = do not record parameters.
+        compares: False = do not record gradients.
     """
 
-    def __init__(self, parameters: bool = True) -> None:
-        self.parameters = parameters
+    def __init__(self, compares: bool = True) -> None:
+        self.compares = compares
         self.seconds: list[float] = []
         self.ends: list[float] = []
-        self.first: dict[str, Any] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if torch.cuda.is_available():
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.compares and state.global_step == 0:
+            grads = {name: one.grad for name, one in model.named_parameters()}
+            self.gradients = {name: one.float().cpu() for name, one in grads.items() if one is not None}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if ON_GPU:
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         self.seconds.append(self.ends[-1] - self.started)
-        if self.parameters and state.global_step == 1:
-            self.first = {name: one.detach().float().cpu().numpy().copy() for name, one in model.named_parameters()}
 
 
-def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any] | None, *, skipped: int = 1) -> dict[str, float]:
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of a gradient, relative to the largest gradient of `one`. A missing one is 0."""
+    largest = max(gradient.abs().max().item() for gradient in one.values())
+    return max((gradient - other.get(name, 0)).abs().max().item() for name, gradient in one.items()) / largest
+
+
+def against_trl(clocks: Mapping[str, Clock], *, skipped: int = 1) -> dict[str, float]:
     """Compares the steps of TRL and DASH.
 
     Args:
         clocks: clocks of the trainers "trl" and "dash".
-        start: the parameters before the first step. `None`: parameters are not compared.
         skipped: number of first steps that are not counted.
     Returns:
-        Median seconds of a step, their ratio, and `rel_param_diff`: the largest difference of a parameter after the
-        first step, relative to the largest update.
+        Median seconds of a step, their ratio, and, if the clocks have gradients, `rel_grad_diff`: the largest
+        difference of a gradient of the first step, relative to the largest gradient.
     """
-    trl = clocks["trl"]
-    dash = clocks["dash"]
     seconds = medians({f"{kind}_s": clock.seconds[skipped:] for kind, clock in clocks.items()})
     found = {**seconds, "ratio": seconds["trl_s"] / seconds["dash_s"]}
-    if start is not None:
-        update = max(abs(value - start[name].float().numpy()).max() for name, value in trl.first.items())
-        difference = max(abs(value - dash.first[name]).max() for name, value in trl.first.items())
-        found["rel_param_diff"] = float(difference / update)
+    if clocks["trl"].gradients:
+        found["rel_grad_diff"] = difference(clocks["trl"].gradients, clocks["dash"].gradients)
     return found
 
 
-def begin_peak(on_gpu: bool = False) -> int:
-    """Resets `peak`; returns the bytes that this process has allocated now."""
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak(on_gpu)
+def begin_counting() -> profile:
+    """Begins to count what a GPU is asked to do; `counted` ends it."""
+    counting = profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU])
+    counting.start()
+    return counting
 
 
-def peak(on_gpu: bool = False) -> int:
-    """Return the peak memory of this process in bytes, on the CPU or the GPU, since the last `begin_peak`."""
-    if on_gpu:
-        return torch.cuda.max_memory_allocated()
-    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
+def counted(counting: Any) -> tuple[int, int]:
+    """Return the number of kernels that were launched, and how often the CPU waited for the GPU."""
+    counting.stop()
+    # Not `key_averages`, which takes longer than what it counts.
+    names = Counter(event.name() for event in counting.profiler.kineto_results.events())
+    launches = sum(count for name, count in names.items() if "LaunchKernel" in name)
+    return launches, sum(names[name] for name in WAITS)
 
 
 # ------------------------------------------------------------------------------------------------ trainers
+
+
+@dataclass(kw_only=True)
+class Scripted:
+    """Rollouts and rewards without sampling. They depend only on step and row, so all trainers get the same.
+
+    Attributes:
+        constant: share of groups without signal.
+        rows: number of rows of an optimizer step, in groups of `group`.
+        longest: limit of the lengths of completions, which are lognormal with a fourth of it as median.
+        prompt_tokens: number of random tokens of a prompt.
+    """
+
+    constant: float
+    rows: int
+    group: int = 8
+    longest: int
+    prompt_tokens: int
+    __name__ = "scripted"
+
+    def lengths(self, draw: random.Random) -> list[int]:
+        """Return the lengths of the completions of a step; `draw` has the seed of the step."""
+        drawn = [round(draw.lognormvariate(0, 0.8) * self.longest / 4) for _ in range(self.rows)]
+        return [min(max(length, 8), self.longest) for length in drawn]
+
+    def rollouts(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        draw = random.Random(trainer.state.global_step)
+        return {
+            "prompt_ids": [random_ids(random.Random(prompt), self.prompt_tokens) for prompt in prompts],
+            "completion_ids": [random_ids(draw, length) for length in self.lengths(draw)],
+            "logprobs": None,
+        }
+
+    def __call__(self, prompts: list[str], **columns: Any) -> list[float]:
+        constant = round(self.constant * self.rows / self.group)
+        groups = [divmod(row, self.group) for row in range(len(prompts))]
+        return [1.0 if group < constant else float(row < 1 + group % (self.group - 1)) for group, row in groups]
+
+
+def random_ids(draw: random.Random, length: int) -> list[int]:
+    return [draw.randrange(100, 256) for _ in range(length)]  # those before are special tokens of some models
 
 
 def new_trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
@@ -192,23 +249,25 @@ def toy_trainer(
 def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[str, Any], **others: Any) -> Any:
     """Return a trainer that gets its rollouts from `workload`, so that its steps consist of the update alone.
 
-    The optimizer is SGD with learning rate 1 and without clipping, so that updates of trainers can be compared.
+    A micro-batch is a group. The learning rate is 0, so all steps are of the same weights.
     """
     settings = {
+        "per_device_train_batch_size": workload.group,
+        "gradient_accumulation_steps": workload.rows // workload.group,
         "num_generations": workload.group,
         "max_completion_length": workload.longest,
-        "optim": "sgd",
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "shuffle_dataset": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
+        **COMPARABLE,
         **settings,
     }
-    others |= {"train_dataset": Dataset.from_dict(COLUMNS), "processing_class": arithmetic_tokenizer()}
-    return new_trainer(kind, settings, model=model, reward_funcs=workload, rollout_func=workload.rollouts, **others)
+    numbers = [str(number) for number in range(workload.rows)]
+    others = {
+        "reward_funcs": workload,
+        "rollout_func": workload.rollouts,
+        "train_dataset": Dataset.from_dict({"prompt": numbers, "answer": numbers}),
+        "processing_class": arithmetic_tokenizer(),
+        **others,
+    }
+    return new_trainer(kind, settings, model=model, **others)
 
 
 def qwen2(**shape: Any) -> Any:

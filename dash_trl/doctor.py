@@ -2,10 +2,6 @@
 
 `dash_trl doctor MODEL` also shows how the passes of a model would run. The command imports the trainer and starts the
 sandbox. It reads a model's config but no weights, and starts no server. The exit status is 1 if training does not work.
-
-`dash_trl doctor MODEL --update` makes one optimizer step with TRL's trainer and one with dash_trl's, on this machine's
-GPU or CPU, and compares their gradients, seconds, memory and waits. It takes TRL's options of a model (`--use_peft`,
-`--dtype bfloat16`, …). The exit status is 1 if the gradients differ more than rounding explains.
 """
 
 import argparse
@@ -69,20 +65,6 @@ def passes(name: str) -> str:
     return f"{type(model).__name__}, {model.num_parameters() / 1e9:.2f} B parameters, trained on text, {how}"
 
 
-def update(name: str, given: argparse.Namespace, options: Sequence[str]) -> str:
-    from transformers import HfArgumentParser
-    from trl import ModelConfig
-
-    import dash_trl.trainer
-    from dash_trl.comparison import Scripted, compare_update
-
-    (model,) = HfArgumentParser(ModelConfig).parse_args_into_dataclasses(["--model_name_or_path", name, *options])
-    script = Scripted(
-        constant=1 / 4, rows=given.rows, longest=given.completion_tokens, prompt_tokens=given.prompt_tokens
-    )
-    return compare_update(model, script, dash_trl.trainer.DASHTrainer)
-
-
 PARTS = {"training": training, "GPUs": gpus, "programs in a sandbox (CodeReward)": sandbox}
 
 
@@ -91,18 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="dash_trl doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", help="a hub name, a directory, or 'toy'")
-    parser.add_argument("--update", action="store_true", help="compare an optimizer step with TRL's")
-    parser.add_argument("--rows", type=int, default=32, help="rows of the step, in groups of 8")
-    parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--completion_tokens", type=int, default=512, help="limit of a completion's tokens")
-    given, options = parser.parse_known_args(argv)
-    model = given.model
+    model = parser.parse_args(argv).model
     if model == "toy":
         from dash_trl.toy import toy_model
 
         model = toy_model()
-    if not given.update and options or given.update and model is None:
-        parser.error(f"--update needs a MODEL, and only then there are more options: {options}")
     print(
         f"dash_trl {installed('dash_trl')}, Python {platform.python_version()}, {platform.system()} "
         f"{platform.machine()}, {os.cpu_count()} CPU cores\nThe pages that messages name: {files('docs')}\n"
@@ -110,8 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     works = True
     tested = bounds()
     parts = PARTS | ({f"passes of {model}": partial(passes, model)} if model else {})
-    if given.update:
-        parts[f"an update of {model}"] = partial(update, model, given, options)
     for what, examine in parts.items():
         try:
             print(f"  yes  {what}: {examine()}")
@@ -123,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ": torchvision does not fit torch. Install both by one command" if "torchvision" in str(cause) else ""
             )
             print(f"  no   {what}: {type(cause).__name__}: {cause}{remedy}")
-            works &= what != "training" and not what.startswith("an update")
+            works &= what != "training"
     for name, use in PACKAGES.items():
         found = installed(name)
         asked = tested.get(name)

@@ -1,13 +1,21 @@
-"""`dash_trl doctor MODEL --update`: an update is TRL's, and planted faults are found."""
+"""`benchmarks/compare_update.py`: an update is TRL's, and planted faults are found."""
+
+import os
+import sys
+from unittest import mock
 
 import pytest
 import torch
-from trl import ModelConfig
 
-from dash_trl import DASHTrainer, command, comparison
+from dash_trl import DASHTrainer
+from tests.launching import ROOT
 from tests.tiny import refused
 
-SCRIPT = comparison.Scripted(constant=0.5, rows=16, longest=24, prompt_tokens=8)
+sys.path.append(str(ROOT / "benchmarks"))
+with mock.patch.dict(os.environ):  # the harness sets variables
+    import compare_update
+
+OPTIONS = ["--prompt_tokens", "8", "--completion_tokens", "24"]
 
 
 class TokenMasked(DASHTrainer):
@@ -23,24 +31,20 @@ class GradientDropped(DASHTrainer):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"dtype": "bfloat16"}, {"use_peft": True, "lora_target_modules": "all-linear"}]
+    "options", [[], ["--dtype", "bfloat16"], ["--use_peft", "--lora_target_modules", "all-linear"]]
 )
-def test_an_update_is_trls(tiny_model, settings):
-    report = comparison.compare_update(ModelConfig(tiny_model, **settings), SCRIPT, DASHTrainer)
+def test_an_update_is_trls(tiny_model, options):
+    report = compare_update.main([tiny_model, *OPTIONS, *options])
     assert "without padding; shared prompts left out" in report
 
 
 @pytest.mark.parametrize("trainer", [TokenMasked, GradientDropped])
 def test_a_fault_is_found(tiny_model, trainer):
     for dtype in ("float32", "bfloat16"):
-        refused(
-            "the update is not TRL's", comparison.compare_update, ModelConfig(tiny_model, dtype=dtype), SCRIPT, trainer
-        )
+        refused("the update is not TRL's", compare_update.main, [tiny_model, *OPTIONS, "--dtype", dtype], trainer)
 
 
-def test_the_command(tiny_model, capsys):
-    options = ["--update", "--rows", "16", "--prompt_tokens", "8", "--completion_tokens", "24"]
-    assert command.main(["doctor", tiny_model, *options, "--use_peft"]) == 0
-    assert "the gradients differ by" in capsys.readouterr().out
-    assert command.main(["doctor", "no/model", *options]) == 1
-    assert "no   an update of no/model" in capsys.readouterr().out
+def test_a_mistake_is_one_line(python):
+    refused("--rows 20 is not a multiple of 8", compare_update.main, ["no/model", "--rows", "20"])
+    said = python(ROOT / "benchmarks" / "compare_update.py", "no/model", fails=True).stderr
+    assert "OSError: " in said and "Traceback" not in said
