@@ -322,7 +322,9 @@ def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, p
 
     change(model, 6)
     pool.sync_weights()  # the servers have another model now, for which nobody trained this adapter
-    refused("holds another base model", own.sync_weights, error=WeightMismatch)
+    refused("was given weights by another run", own.sync_weights, error=WeightMismatch)
+    later = make_pool(vllm_servers.urls, adapted, tmp_path / "later")
+    refused("does not compute with the weights that it was given", later.sync_weights, error=WeightMismatch)
 
     # What PEFT trains whole goes merged: under the names of the base model, without the copies of TRL's reference.
     config = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "down_proj"]}

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:  # the names below, for type checkers
-    from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum, weights_version
     from dash_trl.sampling.health import URGENT, Fleet, Job
     from dash_trl.sampling.key import (
         API_KEY,
@@ -24,11 +23,17 @@ if TYPE_CHECKING:  # the names below, for type checkers
     from dash_trl.sampling.trl import ServerGeneration, install
     from dash_trl.sampling.vllm import Completion, ServerGone
     from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
-    from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights, WeightMismatch, obstacle
+    from dash_trl.sampling.weights import (
+        WEIGHT_DIR,
+        AdapterWeights,
+        FileWeights,
+        WeightMismatch,
+        obstacle,
+        weights_version,
+    )
 
 __getattr__, __dir__ = lazy(
     __name__,
-    checksum=["combine_workers", "tensor_checksum", "weights_checksum", "weights_version"],
     health=["URGENT", "Fleet", "Job"],
     key=[
         "API_KEY",
@@ -47,5 +52,5 @@ __getattr__, __dir__ = lazy(
     trl=["ServerGeneration", "install"],
     vllm=["Completion", "ServerGone"],
     vllm_plugin=["WORKER_EXTENSION"],
-    weights=["WEIGHT_DIR", "FileWeights", "WeightMismatch", "obstacle"],
+    weights=["WEIGHT_DIR", "AdapterWeights", "FileWeights", "WeightMismatch", "obstacle", "weights_version"],
 )

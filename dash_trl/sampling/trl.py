@@ -25,12 +25,19 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.multimodal import is_multimodal
-from dash_trl.sampling.checksum import weights_checksum, weights_version
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
 from dash_trl.sampling.sync import WeightSync, check_servers
 from dash_trl.sampling.vllm import Options, ServedModel, VLLMServer
-from dash_trl.sampling.weights import TRAINED, WEIGHT_DIR, AdapterWeights, FileWeights, NamedTensors, obstacle
+from dash_trl.sampling.weights import (
+    TRAINED,
+    WEIGHT_DIR,
+    AdapterWeights,
+    FileWeights,
+    NamedTensors,
+    obstacle,
+    weights_version,
+)
 from dash_trl.update import NO_LOG_PROB
 
 logger = logging.getLogger(__name__)
@@ -192,8 +199,7 @@ class ServerGeneration(ExactMerges):
         else:
             self.pool.use_adapter()
             self._base = self._base_version()
-            base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
-            weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[TRAINED], base)
+            weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[TRAINED])
             gather = self._gather_adapter
             perturbation = ShiftedAdapter(self.model)
         return WeightSync(
@@ -224,12 +230,6 @@ class ServerGeneration(ExactMerges):
         """Check that the servers fit this trainer, and return their common description."""
         served = check_servers(self.pool, self.model.config, self.model.name_or_path)
         logger.info("Sending the weights to the servers for the first time, twice with a comparison of log-probs …")
-        if not served.comparable:
-            logger.warning(
-                "The servers' weights are quantised or copied between workers, so their checksum cannot be compared "
-                "with the trainer's. The first weight sync is checked by log-probs. After that, a lost update would go "
-                "unnoticed."
-            )
         if not served.log_probs_as_sampled:
             logger.warning(
                 "The servers' log-probs ignore temperature and top_p, and every ratio that uses them (importance "
@@ -251,17 +251,17 @@ class ServerGeneration(ExactMerges):
                 "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start "
                 "them without --enable-lora, so that they get the merged weights."
             )
-        return ((name.replace(f".{TRAINED}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
+        return self._adapter_parameters()
+
+    def _adapter_parameters(self) -> NamedTensors:
+        """Yield the adapter's unsharded matrices. This is a collective under ZeRO-3."""
+        for name, parameter in self.model.named_parameters():
+            if f".{TRAINED}." in name:
+                with self._dist.gather_params([parameter]):
+                    yield name.replace(f".{TRAINED}.", "."), parameter.data
 
     def _base_version(self) -> list[int]:
         return weights_version(one for one in self.model.parameters() if not one.requires_grad)
-
-    def _whole_parameters(self, *, of_adapter: bool) -> NamedTensors:
-        """Yield unsharded parameters of the adapter or the base model. This is a collective under ZeRO-3."""
-        for name, parameter in self.model.named_parameters():
-            if f".{TRAINED}." in name if of_adapter else self.model.prefix not in name:
-                with self._dist.gather_params([parameter]):
-                    yield name, parameter.data
 
     def _gather(self) -> NamedTensors:
         """Iterate over the unsharded, merged parameters."""
