@@ -230,9 +230,6 @@ class DASHTrainer(GRPOTrainer):
         seams.restore_accelerate(self)
         try:
             return super()._inner_training_loop(*args, **kwargs)
-        except RuntimeError as error:
-            self.ranks.check_lines(error)
-            raise
         finally:
             self._run.close()
 
