@@ -438,11 +438,6 @@ class DASHTrainer(GRPOTrainer):
         failed = torch.tensor(self._conversations.failed(len(inputs)))
         return unscored(rewards, self.ranks.gather(failed))
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            seams.name_folders(Path(self.args.output_dir, "README.md"), self.model.name_or_path)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, but the completions of a step only once: the log of the whole run comes after the step's."""
         logged = "train_runtime" in logs and self.state.log_history[-1:]
