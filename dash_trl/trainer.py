@@ -29,7 +29,6 @@ from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
-from dash_trl.evaluation import metrics_of
 from dash_trl.host import on_servers, one_ahead
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
@@ -509,22 +508,18 @@ class DASHTrainer(GRPOTrainer):
         return {name: math.nan if value is None else value for name, value in metrics.items()}
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation, average rewards without rows that fill up the last batch, and add `eval_k` figures.
+        """Run TRL's evaluation, and average rewards without rows that fill up the last batch.
 
         All figures get the prefix here. TRL's `log` would call the rewards of all datasets `eval_reward`.
         """
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         figures = seams.evaluated_figures(self)
-        names = self.reward_func_names
-        samples = self.num_generations_eval
         rewards = torch.cat(batches)
-        real = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
+        problems = dataloader.dataset
+        real = len(problems) * self.num_generations_eval if isinstance(problems, Sized) else len(rewards)
         if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first prompts
-            rewards = rewards[:real]
-            figures |= reward_figures(rewards, names, self.reward_weights)
-        if (ks := self.args.eval_k) is not None:
-            figures |= metrics_of(rewards.tolist(), names, ks, group_size=samples)
+            figures |= reward_figures(rewards[:real], self.reward_func_names, self.reward_weights)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 

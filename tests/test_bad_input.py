@@ -70,11 +70,6 @@ SETTINGS = [
     ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 is not at least"),
     ({"temperature": 0.0}, "temperature=0.0 is not at least 1e-05: logits are divided by it"),
     ({"beta": -0.1}, "beta=-0.1 is not at least 0: .* from the reference model"),
-    (
-        {"eval_k": [1, 8], "num_generations_eval": 2},
-        r"eval_k=\[1, 8\] with 2 completions of each problem .*Set num_generations_eval=8",
-    ),
-    ({"eval_k": []}, r"eval_k=\[\] with 4 completions"),
     ({"max_grad_norm": None}, "max_grad_norm=None is not at least 0: .* 0 does not clip"),
     *(
         ({**settings, option: value}, f"{option}=.* does not work here: {why}")

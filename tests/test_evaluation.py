@@ -15,7 +15,6 @@ from dash_trl.evaluation import (
     differences,
     evaluate,
     figures_of,
-    metrics_of,
     pass_at_k,
 )
 from dash_trl.rewards import RewardRunner
@@ -172,10 +171,6 @@ def test_figures():
     assert (figures["problems"], figures["samples"]) == (3, 12)
     assert figures["failed"] == pytest.approx(4 / 12)
     assert [figures[name] for name in ("truncated", "mean_length")] == pytest.approx([1 / 12, 200 / 12])
-    marks = [[math.nan if one["reward"] is None else one["reward"], 1.0] for row in rows for one in row]
-    logged = metrics_of(marks, ["a", "b"], [2], group_size=4)
-    assert [logged[f"rewards/a/accuracy{end}"] for end in ("", "_low", "_high")] == [figures["accuracy"], low, high]
-    assert [logged[f"rewards/{name}"] for name in ("a/pass_at_2", "a/failed", "b/pass_at_2")] == [1 / 2, 1 / 3, 1.0]
 
 
 def test_models_are_compared_problem_by_problem():

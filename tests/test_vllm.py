@@ -384,7 +384,7 @@ def by_transformers(checkpoints) -> dict[str, list[list[int]]]:
 
 
 def test_evaluation_by_servers(vllm_servers, checkpoints, by_transformers, tmp_path):
-    """They take one checkpoint after another in place, LoRA merged. Other weights meanwhile are replaced or refused."""
+    """They take one checkpoint after another in place, LoRA merged. Other weights meanwhile are replaced."""
 
     def opened(name: str, folder: str):
         return open_sampler(checkpoints[name], server_urls=vllm_servers.urls, weight_dir=tmp_path / folder)
@@ -393,10 +393,7 @@ def test_evaluation_by_servers(vllm_servers, checkpoints, by_transformers, tmp_p
         for folder, name in (("1", "adapter"), ("2", "own")):
             with opened(name, folder) as sampler:
                 assert greedy(sampler) == by_transformers[name]
-        with opened("own", "3") as held:
-            assert greedy(other) == by_transformers["other"] != by_transformers["own"]
-            refused("holds others", greedy, held, error=WeightMismatch)
-    assert [(tmp_path / folder).exists() for folder in "0123"] == [True] * 3 + [False]  # it was not written again
+        assert greedy(other) == by_transformers["other"] != by_transformers["own"]
     flags = "--dataset_name toy --dataset_test_split test[:32] --num_samples 8 --k 1 4".split()
     main([checkpoints["other"], "toy", *flags, "--vllm_server_urls", *vllm_servers.urls, "--output_dir", str(tmp_path)])
     accuracy = {name: json.loads((tmp_path / f"{name}.json").read_text())["accuracy"] for name in ("other", "toy")}

@@ -192,6 +192,7 @@ ADAPTERS = [
     ({"r": 16}, ROOM, "--enable-lora --max-lora-rank 16"),
     ({}, 0, "--enable-lora --max-lora-rank 8"),
     ({"use_dora": True}, ROOM, "use_dora"),
+    ({"init_lora_weights": "pissa"}, ROOM, "init_lora_weights='pissa' has changed its base model"),
     ({"bias": "lora_only"}, ROOM, "an adapter with bias"),
     ({"modules_to_save": ["lm_head"]}, ROOM, "modules_to_save"),
 ]

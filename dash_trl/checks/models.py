@@ -13,9 +13,9 @@ from trl import GRPOTrainer
 
 from dash_trl.config import DASHConfig
 from dash_trl.multimodal import class_of
+from dash_trl.sampling import CHANGES_BASE
 
 logger = logging.getLogger(__name__)
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # how the names of such initialisations begin
 
 
 def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: object = None) -> None:

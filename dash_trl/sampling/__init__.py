@@ -52,5 +52,13 @@ __getattr__, __dir__ = lazy(
     trl=["ServerGeneration", "install"],
     vllm=["Completion", "ServerGone"],
     vllm_plugin=["WORKER_EXTENSION"],
-    weights=["WEIGHT_DIR", "AdapterWeights", "FileWeights", "WeightMismatch", "obstacle", "weights_version"],
+    weights=[
+        "CHANGES_BASE",
+        "WEIGHT_DIR",
+        "AdapterWeights",
+        "FileWeights",
+        "WeightMismatch",
+        "obstacle",
+        "weights_version",
+    ],
 )

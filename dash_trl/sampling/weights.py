@@ -48,6 +48,7 @@ UNSERVED = (
     "use_qalora",
     "arrow_config",
 )
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # how the names of initialisations that change the base model begin
 
 
 class WeightMismatch(RuntimeError):
@@ -192,6 +193,8 @@ def obstacle(model: Any, most: int) -> str | None:
     adapter = model.peft_config[TRAINED]
     if adapter.peft_type != "LORA":
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
+    if str(adapter.init_lora_weights)[:5] in CHANGES_BASE:
+        return f"init_lora_weights={adapter.init_lora_weights!r} has changed its base model"
     if getattr(model.get_base_model(), "hf_quantizer", None):
         return "the weights of its base model are quantised here"
     if given := [name for name in UNSERVED if getattr(adapter, name, None) not in (None, "none", False, [], {})]:
