@@ -47,7 +47,7 @@ def site(python, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_site_has_the_api_and_every_message(site):
     api, errors = ((site / "reference" / f"{name}.html").read_text() for name in ("api", "errors"))
-    assert 'id="dash_trl.DASHTrainer"' in api and 'id="dash_trl.rewards.JudgeReward"' in api
+    assert 'id="dash_trl.DASHTrainer"' in api and 'id="dash_trl.rewards.load_reward"' in api
     assert "does not go with {other}: {reason}. Leave one of the two out." in errors
     assert not list(site.rglob("*.md"))
 

@@ -1,6 +1,5 @@
 """Real vLLM servers: sampled log-probs, weight syncs, crashes, and whole training runs."""
 
-import asyncio
 import copy
 import json
 import math
@@ -33,13 +32,12 @@ from transformers import (
 )
 
 from dash_trl.evaluation import main, open_sampler
-from dash_trl.rewards import JudgeReward
-from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header, own_key
+from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header
 from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.toy import arithmetic_dataset
 from dash_trl.workers import Command
 from tests.launching import ROOT
-from tests.tiny import assistant, load, log_probs, refused
+from tests.tiny import load, log_probs, refused
 from tests.vllm_run import greedy, wait_until
 
 
@@ -335,25 +333,6 @@ def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, p
     change(whole, 4)
     merged.sync_weights()
     assert sampled_difference(merged, whole) <= 1e-4
-
-
-# ------------------------------------------------------------------------------------------------------------- a judge
-
-
-def test_a_judge_is_held_to_the_schema(vllm_servers, toy):
-    """The toy model cannot judge, but all that it may write is a judgement. It is led to end texts and spaces."""
-    ids = AutoTokenizer.from_pretrained(toy)
-    bias = {'"': 100, " ": -100, "\n": -100, "\r": -100, "\t": -100}
-    options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
-    settings = {"base_url": f"{vllm_servers.urls[0]}/v1", "api_key": own_key()}
-    judge = JudgeReward(toy, scores=(3, 5), temperature=1.0, options=options, **settings)
-    asked = [judge(prompt=f"{i}+1", completion=assistant(str(i + 1))) for i in range(16)]
-
-    async def together():
-        return await asyncio.gather(*asked)
-
-    given = {score for score, *_ in asyncio.run(together())}
-    assert len(given) > 1 and given <= {0.0, 0.5, 1.0}
 
 
 # ----------------------------------------------------------------------------------------------------- evaluation

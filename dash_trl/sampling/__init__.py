@@ -6,17 +6,7 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:  # the names below, for type checkers
     from dash_trl.sampling.health import URGENT, Fleet, Job
-    from dash_trl.sampling.key import (
-        API_KEY,
-        BASE_URL,
-        MIDDLEWARE,
-        check_urls,
-        is_here,
-        key_file,
-        key_header,
-        own_key,
-        without_user,
-    )
+    from dash_trl.sampling.key import API_KEY, MIDDLEWARE, check_urls, key_file, key_header, own_key
     from dash_trl.sampling.pool import PoolError, ServerPool
     from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, check_probe, model_log_probs
     from dash_trl.sampling.sync import check_servers, load_checkpoint
@@ -35,17 +25,7 @@ if TYPE_CHECKING:  # the names below, for type checkers
 __getattr__, __dir__ = lazy(
     __name__,
     health=["URGENT", "Fleet", "Job"],
-    key=[
-        "API_KEY",
-        "BASE_URL",
-        "MIDDLEWARE",
-        "check_urls",
-        "is_here",
-        "key_file",
-        "key_header",
-        "own_key",
-        "without_user",
-    ],
+    key=["API_KEY", "MIDDLEWARE", "check_urls", "key_file", "key_header", "own_key"],
     pool=["PoolError", "ServerPool"],
     proof=["ScaledLayers", "ShiftedAdapter", "check_probe", "model_log_probs"],
     sync=["check_servers", "load_checkpoint"],
