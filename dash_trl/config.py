@@ -126,7 +126,7 @@ class DASHConfig(GRPOConfig):
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
             `multi_objective_aggregation`, which have no effect on the others (see `dash_trl.update.advantages`):
-            `"rloo"`, `"single_path"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"` and `"grpo_passk"`.
+            `"rloo"`, `"single_path"` and `"grpo_passk"`.
         loss_type (`str`, defaults to `"dapo"`):
             One of TRL's `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"`, `"sapo"`, `"luspo"`, `"vespo"`, or
             `"aipo"` or `"decoupled_ppo"`, which are for rollouts that older weights sampled, and need the sampler's

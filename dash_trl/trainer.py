@@ -116,7 +116,7 @@ class DASHTrainer(GRPOTrainer):
         checks.check_tokenizer(self._tokenizer)
         checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if args.use_vllm:
-            checks.check_tied_adapter(self.model)
+            checks.check_served_adapter(self.model)
             seams.add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
             install(self)
             if on_servers(self):

@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.trainer_utils import unwrap_peft_model
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
-from dash_trl.multimodal import is_multimodal
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
 from dash_trl.sampling.sync import WeightSync, check_servers
@@ -192,7 +189,6 @@ class ServerGeneration(ExactMerges):
             if not sends_adapter and self.accelerator.is_main_process:
                 logger.warning(f"The adapter is merged into its model before it is sent to the servers: {why_merged}.")
         if not sends_adapter:
-            self._check_names()
             weights = FileWeights(self.weight_dir, served.dtype)
             gather = self._gather
             perturbation = ScaledLayers(self.model, self._plain_name)
@@ -212,19 +208,6 @@ class ServerGeneration(ExactMerges):
             perturbation,
             self.accelerator.mixed_precision,
         )
-
-    def _check_names(self) -> None:
-        """Check that vLLM knows all names of weights, because an unknown name stops a server's loading half-way."""
-        model = unwrap_peft_model(self.model)
-        classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(model.config) else MODEL_FOR_CAUSAL_LM_MAPPING
-        with torch.device("meta"):
-            known = classes.get(type(model.config), type(model))(model.config).state_dict()
-        if unknown := sorted({name for name, _ in self._gather()} - known.keys()):
-            raise ValueError(
-                f"vLLM knows no weights {unknown[:3]}, since a {type(model.config).__name__} has none of these names. "
-                "Sample without servers, or train other modules: PEFT's trainable_token_indices cannot be "
-                "merged."
-            )
 
     def _check_servers(self) -> ServedModel:
         """Check that the servers fit this trainer, and return their common description."""

@@ -41,7 +41,6 @@ UNSERVED = (
     "alpha_pattern",
     "layer_replication",
     "target_parameters",
-    "trainable_token_indices",
     "lora_bias",
     "fan_in_fan_out",
     "alora_invocation_tokens",
