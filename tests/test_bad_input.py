@@ -488,7 +488,7 @@ def test_generation_kwargs_that_the_loss_does_not_know_are_refused(tiny_model):
 
 
 def test_an_adapter_that_vllm_could_not_follow(tmp_path):
-    """It parts tied embeddings, or cannot be merged. With a server that is not there, which is looked for afterwards."""
+    """It parts tied embeddings, or cannot be merged. The server, which is looked for afterwards, is not there."""
     path = save_tiny_model(tmp_path, tie_word_embeddings=True)
     args = config(vllm_server_urls=["http://127.0.0.1:9"], vllm_server_timeout=0.1)
     for settings, error, said in (
