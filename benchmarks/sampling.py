@@ -8,7 +8,7 @@ One server has the toy model (0.5 M parameters, float32, on a CPU). Completions 
   The pool sends both; they alternate. Median of 5 rounds.
 - `overhead`: time of a batch of 256 rows in the pool, relative to the server's own time. The server's time is the mean
   latency of a request in /metrics, since all rows are sampled together from the first token to the last.
-- `sync_…`: `seconds` of a weight sync by file (gather, checksum, write, load, verify) for 1 M and 50 M parameters, and
+- `sync_…`: `seconds` of a weight sync by file (gather, write, load) for 1 M and 50 M parameters, and
   `copy_seconds` for copying a file of the same size.
 """
 

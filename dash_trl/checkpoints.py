@@ -13,7 +13,7 @@ from transformers import TrainerState
 from dash_trl import manifest
 from dash_trl.callbacks import dash_callbacks, restore_states, states_of
 from dash_trl.collect import DynamicSampling
-from dash_trl.host import Host, windows_ahead
+from dash_trl.host import Host
 from dash_trl.log_probs import LogProbRules
 from dash_trl.micro_steps import MicroSteps
 from dash_trl.rollout import PromptQueue, SavedRun, Shapes, one_run, why_a_new_window
@@ -166,7 +166,7 @@ class Checkpoints:
                 "sampler_is_old": str(self.rules.sampler_is_old),
                 "correction": str(self.rules.correction),
             },
-            samples_ahead=windows_ahead(self.host) > 0,
+            samples_ahead=self.host.args.async_level > 0,
         )
         # From before the running optimizer step: position in the prompts, states of the callbacks, number of tokens.
         self._before: tuple[dict[str, Any] | None, dict[str, Any], int] = None, {}, 0
@@ -247,7 +247,7 @@ class Checkpoints:
         own = self._ranks.agree(SavedRun.load, self._file(checkpoint))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
-        if windows_ahead(self.host):
+        if self.host.args.async_level:
             self.warn(
                 "Windows that were sampled ahead of the checkpoint are sampled again, by its weights, so the run "
                 "differs from an uninterrupted one."

@@ -126,7 +126,7 @@ class DASHConfig(GRPOConfig):
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
             `multi_objective_aggregation`, which have no effect on the others (see `dash_trl.update.advantages`):
-            `"rloo"`, `"single_path"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"` and `"grpo_passk"`.
+            `"rloo"`, `"single_path"` and `"grpo_passk"`.
         loss_type (`str`, defaults to `"dapo"`):
             One of TRL's `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"`, `"sapo"`, `"luspo"`, `"vespo"`, or
             `"aipo"` or `"decoupled_ppo"`, which are for rollouts that older weights sampled, and need the sampler's
@@ -166,10 +166,6 @@ class DASHConfig(GRPOConfig):
             update is the same. If several optimizer steps share a window (`steps_per_generation` above
             `gradient_accumulation_steps`), each trains on the groups that are scored next, once all are sampled. Needs
             reward functions that score each completion by itself (`dash_trl.RewardRunner`); see docs/howto/async.md.
-        eval_k (`list[int]` or `None`, defaults to `None`):
-            Evaluations log accuracy and pass@k for each of these k, with a 95 % interval over the problems. They use
-            the `num_generations_eval` completions of each problem; a completion is correct if its reward is above 0.5.
-            See docs/howto/evaluate.md.
         tool_timeout (`float`, defaults to `600.0`):
             Seconds that a call of a tool, or of an environment's `reset` or `get_reward`, may take. After that, its row
             is not trained on; see docs/howto/tools.md.
@@ -197,7 +193,6 @@ class DASHConfig(GRPOConfig):
     bf16: bool | None = None
     logging_nan_inf_filter: bool = False
     reward_pipeline: bool = False
-    eval_k: list[int] | None = None
     tool_timeout: float = 600.0
     vllm_server_urls: list[str] | None = None
     vllm_request_timeout: float = 600.0
@@ -236,12 +231,6 @@ class DASHConfig(GRPOConfig):
                     "multi_objective_aggregation": "the estimator takes the weighted sum of the rewards",
                 },
                 f"advantage_estimator={self.advantage_estimator!r}",
-            )
-        samples = self.num_generations_eval or self.num_generations
-        if self.eval_k is not None and not (self.eval_k and all(1 <= k <= samples for k in self.eval_k)):
-            raise ValueError(
-                f"eval_k={self.eval_k} with {samples} completions of each problem of an evaluation: pass@k takes 1 <= "
-                f"k <= that many. Set num_generations_eval={max(self.eval_k, default=1)}, or ask for other k."
             )
         self._check_groups_apart()
 

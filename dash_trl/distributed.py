@@ -15,12 +15,10 @@ its error comes to the barrier for which the others wait::
     rank 1   agree( work ──► error ──────────────┴──► barrier ──► the error ends all these calls, without a new barrier
 """
 
-import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -41,52 +39,10 @@ LAST_LOOK = 0.2
 T = TypeVar("T")
 
 _barriers = [0]  # number of barriers so far; the same on all ranks
-HELLO = b"dash_trl"
 
 
 class RankFailed(RuntimeError):
     """Another rank failed, or did not come to a barrier. The message names the rank and its error."""
-
-
-class Lines:
-    """TCP connections between rank 0 and the others. The system closes one when a rank ends, however it ends.
-
-    Without them, ranks that no launcher ends, as under `srun`, would wait for `ddp_timeout`.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, host: str):
-        self._ends: dict[int, socket.socket] = {}
-        self._listener: socket.socket | None = None
-        if rank == 0:
-            port = 0
-            with suppress(OSError):  # a name of this node that others use, but this node itself does not have
-                self._listener = socket.create_server((host, 0))  # not on other addresses of this node
-                self._listener.setblocking(False)
-                port = self._listener.getsockname()[1]
-            store.set("dash_trl/port", str(port))
-        else:
-            with suppress(OSError):  # a firewall between nodes
-                self._ends[0] = socket.create_connection((host, int(store.get("dash_trl/port"))), 10)
-                self._ends[0].sendall(HELLO + rank.to_bytes(4))
-
-    def check(self, error: Exception | None) -> None:
-        """Raise a `RankFailed` from `error` if a connected rank has ended."""
-        with suppress(OSError):
-            while self._listener is not None:
-                end, _ = self._listener.accept()
-                end.settimeout(1)
-                said = end.recv(12)
-                if said.startswith(HELLO):  # others may look for open ports
-                    self._ends[int.from_bytes(said[8:])] = end
-        for rank, end in self._ends.items():
-            end.setblocking(False)
-            with suppress(BlockingIOError):
-                with suppress(ConnectionError):
-                    end.recv(1)
-                raise RankFailed(f"Rank {rank} has ended without a word to the others. See its own output.") from error
-
-
-_lines: list[Lines] = []  # of this process
 
 
 class Ranks:
@@ -107,9 +63,6 @@ class Ranks:
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
         self.steps_in_backward = accelerator.distributed_type == DistributedType.DEEPSPEED
-        if self.count > 1 and not _lines:
-            store = dist.distributed_c10d._get_default_store()
-            _lines.append(Lines(store, self.rank, os.environ.get("MASTER_ADDR", "localhost")))
 
     def agree(
         self,
@@ -147,9 +100,7 @@ class Ranks:
         if self.count > 1:
             _barriers[0] += 1
             store = dist.distributed_c10d._get_default_store()
-            others = wait_for_all(
-                store, self.rank, self.count, error, _barriers[0], timeout=self.timeout, lines=_lines[0]
-            )
+            others = wait_for_all(store, self.rank, self.count, error, _barriers[0], timeout=self.timeout)
             if error is None and others:
                 rank, text = min(others.items())
                 error = RankFailed(f"Rank {rank} failed with {text}")
@@ -159,11 +110,6 @@ class Ranks:
         if main_only or from_main:
             value = broadcast_object_list([value])[0]
         return value
-
-    def check_lines(self, error: Exception) -> None:
-        """Raise a `RankFailed` if another rank has ended, which may be why torch's communication failed."""
-        for lines in _lines:
-            lines.check(error)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks as a CPU tensor, those of rank 0 first. Shorter rows are padded by 0.
@@ -216,7 +162,6 @@ def wait_for_all(
     *,
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
-    lines: Lines | None = None,
 ) -> dict[int, str]:
     """Wait until all `count` ranks have come to barrier `number`, and exchange errors.
 
@@ -237,8 +182,6 @@ def wait_for_all(
     started = time.monotonic()
     while not store.check(keys):
         waited = time.monotonic() - started
-        if lines is not None and not store.check(keys):
-            lines.check(error)
         if error is not None and waited > patience:
             return {rank: said}
         if waited > timeout:

@@ -20,7 +20,6 @@ PACKAGES = {
     "peft": "LoRA",
     "torchvision": "multimodal models",
     "ray": 'RewardRunner(backend="ray")',
-    "openai": "JudgeReward",
     "trackio": 'report_to="trackio"',
     "vllm": "vLLM servers, --use_vllm",
 }

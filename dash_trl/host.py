@@ -66,11 +66,7 @@ def on_servers(host: Host) -> bool:
 
 def one_ahead(host: Host) -> bool:
     """Whether this process samples the next window while it waits for rewards (`async_level=1` without servers)."""
-    return host.args.async_level > 0 and not on_servers(host) and host.rollout_func is None
-
-
-def windows_ahead(host: Host) -> int:
-    return host.args.async_level if rows_come_early(host) else 0
+    return host.args.async_level > 0 and not on_servers(host)
 
 
 def rows_come_early(host: Host) -> bool:

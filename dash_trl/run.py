@@ -7,7 +7,7 @@
 
 from dash_trl.checkpoints import Checkpoints
 from dash_trl.collect import Collector, DynamicSampling, Rewards, new_sampler
-from dash_trl.host import Host, one_ahead, rows_come_early, windows_ahead
+from dash_trl.host import Host, rows_come_early
 from dash_trl.log_probs import LogProbs
 from dash_trl.micro_batches import MicroBatches
 from dash_trl.micro_steps import MicroSteps
@@ -43,18 +43,18 @@ class Run:
         conversations: Conversations | None,
     ):
         args = host.args
-        ahead = windows_ahead(host)
         dynamic = (
             DynamicSampling(
-                groups=args.groups_of_rank, ranks=host.ranks.count, most=args.max_num_gen_batches, ahead=ahead > 0
+                groups=args.groups_of_rank,
+                ranks=host.ranks.count,
+                most=args.max_num_gen_batches,
+                ahead=args.async_level > 0,
             )
             if args.samples_dynamically
             else None
         )
         self._host = host
-        self.queue = new_queue(
-            args, host.callback_handler, ahead=ahead, first=None if dynamic is None else dynamic.first
-        )
+        self.queue = new_queue(args, host.callback_handler, None if dynamic is None else dynamic.first)
         self.rewards = Rewards(host, functions, names, start_early=may_score_early and rows_come_early(host))
         micro_batches = MicroBatches(host, passes)
         log_probs = LogProbs(host, micro_batches)
@@ -74,8 +74,7 @@ class Run:
         for figures in self.pass_metrics.of_step(self.micro_steps.schedule.shares.values()):
             host.recorder.log(figures)
         self.collector.log_probs.log_step()
-        if host.args.use_vllm or host.rollout_func is not None or one_ahead(host):  # not the policy itself has sampled
-            host.recorder.log(self.off_policy.of_step(host.ranks.sum))
+        host.recorder.log(self.off_policy.of_step(host.ranks.sum))
 
     def close(self) -> None:
         """End the run, also after an interrupt: drop work that has not begun, and do not wait for running work."""

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -371,12 +370,6 @@ def evaluated_figures(trainer: GRPOTrainer) -> dict[str, float | None]:
 def restore_accelerate(trainer: GRPOTrainer) -> None:
     """Restore what accelerate knew when the trainer was made, which another trainer replaces for all."""
     vars(trainer.accelerator.state).update(trainer._accelerate_state)
-
-
-def name_folders(card: Path, base: str) -> None:
-    """Name the folders of a model and its base model in its card. TRL's card says None, as it knows the hub only."""
-    text = card.read_text().replace("[None](https://huggingface.co/None)", f"`{base}`")
-    card.write_text(text.replace('model="None"', f"model={str(card.parent)!r}"))
 
 
 def leave_out_step(accelerator: Accelerator) -> None:

@@ -29,7 +29,6 @@ from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
-from dash_trl.evaluation import metrics_of
 from dash_trl.host import on_servers, one_ahead
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
@@ -117,7 +116,7 @@ class DASHTrainer(GRPOTrainer):
         checks.check_tokenizer(self._tokenizer)
         checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if args.use_vllm:
-            checks.check_tied_adapter(self.model)
+            checks.check_served_adapter(self.model)
             seams.add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
             install(self)
             if on_servers(self):
@@ -230,9 +229,6 @@ class DASHTrainer(GRPOTrainer):
         seams.restore_accelerate(self)
         try:
             return super()._inner_training_loop(*args, **kwargs)
-        except RuntimeError as error:
-            self.ranks.check_lines(error)
-            raise
         finally:
             self._run.close()
 
@@ -441,11 +437,6 @@ class DASHTrainer(GRPOTrainer):
         failed = torch.tensor(self._conversations.failed(len(inputs)))
         return unscored(rewards, self.ranks.gather(failed))
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            seams.name_folders(Path(self.args.output_dir, "README.md"), self.model.name_or_path)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, but the completions of a step only once: the log of the whole run comes after the step's."""
         logged = "train_runtime" in logs and self.state.log_history[-1:]
@@ -517,22 +508,18 @@ class DASHTrainer(GRPOTrainer):
         return {name: math.nan if value is None else value for name, value in metrics.items()}
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation, average rewards without rows that fill up the last batch, and add `eval_k` figures.
+        """Run TRL's evaluation, and average rewards without rows that fill up the last batch.
 
         All figures get the prefix here. TRL's `log` would call the rewards of all datasets `eval_reward`.
         """
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         figures = seams.evaluated_figures(self)
-        names = self.reward_func_names
-        samples = self.num_generations_eval
         rewards = torch.cat(batches)
-        real = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
+        problems = dataloader.dataset
+        real = len(problems) * self.num_generations_eval if isinstance(problems, Sized) else len(rewards)
         if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first prompts
-            rewards = rewards[:real]
-            figures |= reward_figures(rewards, names, self.reward_weights)
-        if (ks := self.args.eval_k) is not None:
-            figures |= metrics_of(rewards.tolist(), names, ks, group_size=samples)
+            figures |= reward_figures(rewards[:real], self.reward_func_names, self.reward_weights)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 

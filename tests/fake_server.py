@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling import ServerGeneration, ServerPool, tensor_checksum
+from dash_trl.sampling import ServerGeneration, ServerPool
 from tests.tiny import EOS, ON_GPU, log_probs, run
 
 NAN = float("nan")
@@ -38,7 +38,7 @@ SPOILED = {
 }
 # vLLM's own answers
 WORKER_ERRORS = {
-    "no extension": "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''",
+    "no extension": "Worker failed with error ''CPUWorker' object has no attribute 'dash_model''",
     "half loaded": "Worker failed with error 'Tensor.item() cannot be called on meta tensors'",
 }
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -70,7 +70,7 @@ class Fake:
         self.served: list[int] = []  # first tokens of the prompts that were answered well
         self.asked = Counter()
         self.tag = "default"  # tag of the weights; "default" is that of a server that was just started
-        self.report = {"dtype": "float32", "shape": {}, "comparable": True}
+        self.report = {"dtype": "float32", "shape": {}}
         self.config = {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096}}
         self.held = {}
         self.loads = []
@@ -167,10 +167,9 @@ class Fake:
     def rpc_answer(self, request):
         if self.fault in WORKER_ERRORS:
             return 500, json.dumps({"error": {"message": WORKER_ERRORS[self.fault]}}).encode()
-        if request.get("method") == "reload_weights" and self.fault != "other weights":
+        if request.get("method") == "reload_weights":
             self.load(request["kwargs"]["weights_path"])
-        checksums = {name: f"{tensor_checksum(value):x}" for name, value in self.held.items()}
-        results = [{"checksums": {}} if self.fault == "no report" else {"checksums": checksums, **self.report}]
+        results = [{} if self.fault == "no report" else self.report]
         return 200, json.dumps({"results": results, "success": True}).encode()
 
     def next_fault(self, first):

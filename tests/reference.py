@@ -73,19 +73,6 @@ def single_path(groups):
     return each_row(groups, lambda group, i: group[i] - mean(known))
 
 
-def reinforce_plus_plus(groups):
-    known = [r for group in groups for r in group if r is not None]
-    scale = std(known) + EPSILON if len(known) > 1 else 1.0
-    return each_row(single_path(groups), lambda group, i: group[i] / scale)
-
-
-def reinforce_plus_plus_baseline(groups):
-    centred = each_row(groups, lambda group, i: group[i] - mean([r for r in group if r is not None]))
-    known = [c for group in centred for c in group if c is not None]
-    scale = std(known) + EPSILON if len(known) > 1 else 1.0
-    return each_row(centred, lambda group, i: group[i] / scale)
-
-
 def others(group, i):
     return [r for j, r in enumerate(group) if j != i and r is not None]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from dash_trl.rollout import RunAhead, StaleRollouts
 from dash_trl.sampling import ServerPool, WeightMismatch
@@ -27,7 +26,7 @@ from tests.fake_server import (
     sampler_of,
     settle,
 )
-from tests.tiny import load, prompts, refusal, tiny_tokenizer
+from tests.tiny import load, prompts, tiny_tokenizer
 from tests.vllm_run import wait_until
 
 fakes = factory(Dated)
@@ -146,16 +145,6 @@ def sampler(tiny_model, tmp_path, fakes):
     vllm.sync_weights()
     vllm.fake = fake
     return vllm
-
-
-def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
-    """A server that gets one has lost its old weights, and does not answer any more."""
-    adapter = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5])
-    fake = fakes()
-    model = get_peft_model(load(tiny_model), adapter)
-    fake.serve(tiny_model)
-    said = refusal(sampler_of([fake], model, tmp_path).sync_weights)
-    assert "['model.embed_tokens.token_adapter." in said and not fake.loads
 
 
 def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fakes, caplog):

@@ -6,7 +6,6 @@ The same tests run on each backend, in a class of its own. Ray starts once, by `
 import asyncio
 import math
 import os
-import queue
 import random
 import secrets
 import shutil
@@ -18,7 +17,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -200,13 +198,6 @@ class Everywhere:
         assert hanging.cancelled()
         check(one(backend, self.act, what="a value", i=2, log=log), "mine")
         assert Path(log).read_text().split() == ["0", "2"]
-
-    def test_a_call_may_be_submitted_when_another_is_done(self, backend, tmp_path):
-        arguments = {"what": "own number", "i": 5, "log": str(tmp_path / "log")}
-        later: queue.SimpleQueue[Future] = queue.SimpleQueue()
-        first = backend.submit(self.act, arguments, timeout=MINUTES)
-        first.add_done_callback(lambda _: later.put(backend.submit(self.act, arguments, timeout=MINUTES)))
-        assert later.get(timeout=MINUTES).result(MINUTES) == 5
 
     def test_every_row_has_its_score_or_a_reason(self):
         """The reason of the first that fails is told."""

@@ -70,11 +70,6 @@ SETTINGS = [
     ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 is not at least"),
     ({"temperature": 0.0}, "temperature=0.0 is not at least 1e-05: logits are divided by it"),
     ({"beta": -0.1}, "beta=-0.1 is not at least 0: .* from the reference model"),
-    (
-        {"eval_k": [1, 8], "num_generations_eval": 2},
-        r"eval_k=\[1, 8\] with 2 completions of each problem .*Set num_generations_eval=8",
-    ),
-    ({"eval_k": []}, r"eval_k=\[\] with 4 completions"),
     ({"max_grad_norm": None}, "max_grad_norm=None is not at least 0: .* 0 does not clip"),
     *(
         ({**settings, option: value}, f"{option}=.* does not work here: {why}")
@@ -492,14 +487,15 @@ def test_generation_kwargs_that_the_loss_does_not_know_are_refused(tiny_model):
     checked(tiny_model, temperature=0.7, **own)
 
 
-def test_an_adapter_that_parts_tied_embeddings(tmp_path):
-    """vLLM could not follow it. With a server that is not there, which is looked for afterwards."""
+def test_an_adapter_that_vllm_could_not_follow(tmp_path):
+    """It parts tied embeddings, or cannot be merged. The server, which is looked for afterwards, is not there."""
     path = save_tiny_model(tmp_path, tie_word_embeddings=True)
     args = config(vllm_server_urls=["http://127.0.0.1:9"], vllm_server_timeout=0.1)
     for settings, error, said in (
         ({"modules_to_save": ["embed_tokens"]}, ValueError, "set modules_to_save="),
         ({"modules_to_save": ["lm_head"]}, ValueError, "set modules_to_save="),
         ({"target_modules": ["embed_tokens"]}, ValueError, "set modules_to_save="),
+        ({"trainable_token_indices": [5]}, ValueError, r"trainable_token_indices=\[5\]: PEFT cannot merge"),
         ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, RuntimeError, "did not answer"),
         ({"modules_to_save": ["norm"]}, RuntimeError, "did not answer"),
     ):

@@ -12,11 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import nbformat
-import pyarrow.parquet
 import pytest
 import toy_tools
 import train_code
-import train_judge
 import train_math
 import yaml
 from train_math import MathArguments
@@ -237,30 +235,6 @@ def test_what_is_learned_is_to_use_the_tool(toy, tmp_path, capsys, noise):
     assert (before <= 0.05 and after - before <= 0.05) if noise else (0.15 <= before <= 0.4 and after - before >= 0.2)
 
 
-JUDGED = """
-import sys
-
-import train_judge
-
-train_judge.toy_accuracies = lambda *arguments: {}
-train_judge.main(sys.argv[1:])
-"""
-
-
-def test_a_judge_teaches_the_toy_task_to_two_ranks(launch, tmp_path):
-    """Both ask the one judge of the first rank."""
-    (tmp_path / "judged.py").write_text(JUDGED)
-    settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "log_completions": True}
-    settings["output_dir"] = tmp_path
-    launch(tmp_path / "judged.py", *flags(settings), config=CONFIGS / "cpu.yaml")
-    (step,) = steps(tmp_path)
-    assert 0.2 < step["rewards/judge/mean"] < 0.95 and step["filter/dropped_unscored"] == 0
-    kept = pyarrow.parquet.read_table(next((tmp_path / "completions").glob("*1.parquet"))).to_pylist()
-    assert len(kept) == 32 and all("<completion " in row["judge/prompt"] for row in kept)
-    right = [re.match(r"(\d) of \1 steps .* answer is right", row["judge/explanation"]) is not None for row in kept]
-    assert any(right) and right == [row["judge"] == 1.0 for row in kept]
-
-
 def test_the_help_is_short_and_names_the_flag_for_all(capsys):
     for flag, whole in (("--help", False), ("--help_all", True)):
         with pytest.raises(SystemExit):
@@ -305,23 +279,12 @@ MISTAKES = [  # script, its arguments, part of the error message
     (train_math, [*THERE, *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
     (train_math, [*THERE, *DATA, "--eval_strategy", "steps"], "'own.jsonl' has no split 'test'"),
     (train_code, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows lack tests in 'tests'"),
-    # the judge
-    (
-        train_judge,
-        ["--judge_url", "http://127.0.0.1:9/v1"],
-        "judge_url='http://127.0.0.1:9/v1'.* Name it with --judge_model",
-    ),
-    (train_judge, [*MODEL, *DATA], "dataset_name='own.jsonl': a judge scores here. Name it with --judge_model"),
-    (train_judge, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
-    (train_judge, ["--judge_model", "gpt", "--reward_path", "own.py"], "reward_path='own.py'.* remove --reward_path"),
 ]
 
 
 def test_mistakes(own_rewards, monkeypatch):
     """None begins a warm-up."""
     Path("untested.jsonl").write_text(json.dumps({"text": "Add one.", "test_list": []}) + "\n")
-    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
     for example, arguments, message in MISTAKES:
         monkeypatch.setattr(train_math, "toy_model", None if "toy" not in arguments else lambda **_: "model")
         refused(message, example.main, [*arguments, *flags(SMALL)])

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import math
 import os
 import signal
 import threading
@@ -12,15 +11,12 @@ import weakref
 from collections import Counter
 
 import pytest
-from datasets import Dataset
 
 from dash_trl import DASHConfig, DASHTrainer, RewardRunner
-from dash_trl.checks import check_rewards
-from dash_trl.rewards import Score, failure_of, raise_reward_error, unpack, watch
+from dash_trl.rewards import Request, Score, failure_of, raise_reward_error, watch
 from dash_trl.workers import ThreadCalls
-from tests.tiny import prompts, refusal, refused
+from tests.tiny import prompts, refused
 
-NAN = math.nan
 both_kinds = pytest.mark.parametrize("asynchronous", [False, True])
 
 
@@ -29,14 +25,17 @@ def rows(count, **columns):
     return [{**row, **columns} for row in known]
 
 
-def scores(runner, count, **settings):
-    request = runner.submit(rows(count), **settings)
+def scores(runner, count):
+    request = runner.submit(rows(count))
     request.wait()
     return request.outcomes
 
 
 def test_groups_are_handed_out_in_the_order_in_which_they_are_complete():
-    """Here the last one first. Scores stay at their rows, and an evaluation meanwhile has its own."""
+    """Here the last one first. Scores stay at their rows, and an evaluation meanwhile has its own.
+
+    The other function is done with all of them before.
+    """
     gates = [threading.Event() for _ in range(6)]
 
     def score(completion, number, training):
@@ -44,8 +43,9 @@ def test_groups_are_handed_out_in_the_order_in_which_they_are_complete():
             gates[number // 4].wait()
         return number + 100 * training
 
-    with RewardRunner(score) as runner:
-        request = runner.submit(rows(24, training=True), group_size=4)
+    with RewardRunner([score, lambda completion: 0.0]) as runner:
+        request = Request(runner.rewards, 24, 4)
+        request.start(0, rows(24, training=True))
         evaluation = runner.submit(rows(3, training=False))
         evaluation.wait()
         for group in reversed(range(6)):
@@ -139,49 +139,6 @@ def test_calls_are_made_again_after_errors_that_pass(monkeypatch):
         assert len(slept) == 3 * (attempts - 1) and all(0 <= seconds <= attempts - 1 for seconds in slept)
 
 
-class Centred:
-    """Seed's use of `post_process_scores`: unscored ones get the mean of the others."""
-
-    closed = 0
-
-    def compute_score(self, solution_str, number, extra_info):
-        if number == 1:
-            raise KeyError("away")
-        return {6: None, 9: NAN}.get(number, float(number)), {
-            "of": f"{extra_info['group_uid']} {extra_info['group_size']}"
-        }
-
-    def post_process_scores(self, scores):
-        known = [score for score in scores if not math.isnan(score)]
-        if 8.0 in known:
-            return known  # too few
-        if 12.0 in known:
-            raise ZeroDivisionError
-        return [sum(known) / len(known) if math.isnan(score) and 2.0 in known else score for score in scores]
-
-    def close(self):
-        self.closed += 1
-
-
-def test_groups_are_looked_at_once_more():
-    """A group of four: one with a failure that is filled in, one where None stays, two where the method fails."""
-    with RewardRunner(Centred()) as runner:
-        (outcomes,) = scores(runner, 16, group_size=4)
-    assert [one.value for one in outcomes[:4]] == [0.0, pytest.approx(5 / 3), 2.0, 3.0]
-    assert [one.value for one in outcomes[4:8]] == [4.0, 5.0, None, 7.0]
-    first, second = ({one.notes["of"] for one in outcomes[start : start + 4] if one.notes} for start in (0, 4))
-    assert len(first) == len(second) == 1 and first != second and all(one.endswith(" 4") for one in first | second)
-    assert all("post_process_scores returned 3 scores for 4" in str(one) for one in outcomes[8:12])
-    assert all(isinstance(one, ZeroDivisionError) for one in outcomes[12:])
-
-
-def test_a_rank_without_whole_groups_names_no_group():
-    """Its sixth row may be of the same prompt as the first row of the next rank."""
-    with RewardRunner(lambda solution_str, extra_info: len(extra_info)) as runner:
-        of_group, alone = (scores(runner, 6, group_size=size)[0] for size in (3, 4))
-    assert of_group[0].value == alone[5].value + 2
-
-
 @pytest.mark.parametrize("settings", [{}, {"retry_on": ConnectionError}])
 def test_an_interrupt_starts_nothing_more(monkeypatch, settings):
     """As Ctrl+C does, which the main thread gets while it waits."""
@@ -248,11 +205,11 @@ def test_runners_that_are_gone_leave_no_threads():
 
 
 def test_a_call_outside_of_a_trainer_starts_only_its_function():
-    """In a notebook, again and again, with the whole batch as one group."""
+    """In a notebook, again and again."""
     called = []
 
     def first(solution_str, extra_info):
-        called.append(extra_info["group_size"])
+        called.append(solution_str)
         return extra_info["answer"]
 
     texts = {"prompts": ["p", "p"], "completions": ["a", "b"], "completion_ids": [[1], [2]]}
@@ -260,7 +217,7 @@ def test_a_call_outside_of_a_trainer_starts_only_its_function():
         one, other = runner.rewards
         assert one(**texts, answer=[1, 2]) == [1, 2] and one(**texts, answer=[3, 4]) == [3, 4]
         assert other(**texts, answer=[3, 4]) == [-3, -4]
-    assert called == [2] * 4
+    assert sorted(called) == ["a", "a", "b", "b"]
 
 
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}
@@ -300,8 +257,18 @@ def test_an_error_without_a_text_stays_within_the_call():
         raise_reward_error([reward])
 
 
+class Closes:
+    closed = 0
+
+    def compute_score(self, completion):
+        return 0.0
+
+    def close(self):
+        self.closed += 1
+
+
 def test_close_ends_what_functions_hold_once():
-    reward = Centred()
+    reward = Closes()
     with RewardRunner([reward, reward]) as runner:
         pass
     assert reward.closed == 1
@@ -344,24 +311,4 @@ def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tm
         reward_funcs=lambda completion, anwser: 1.0,
         args=DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4),
         train_dataset=prompts(16),
-    )
-
-
-def test_post_process_scores_needs_whole_groups():
-    """As where two processes share a group."""
-    args = DASHConfig("out", use_cpu=True, bf16=False, per_device_train_batch_size=6, num_generations=2)
-    args.num_generations = 4
-    refused(
-        r"whole groups, but a process has 6 completions .* is not a multiple of num",
-        check_rewards,
-        unpack(Centred()),
-        args,
-        {},
-        False,
-    )
-    args.num_generations = 2
-    args.num_generations_eval = 4
-    args.per_device_eval_batch_size = 2
-    assert "2 completions (per_device_eval_batch_size), which is not a multiple of" in refusal(
-        check_rewards, unpack(Centred()), args, {"eval_dataset": Dataset.from_dict({"number": [1]})}, False
     )

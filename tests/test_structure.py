@@ -54,7 +54,7 @@ def test_what_a_notebook_imports_first_is_light():
 
 
 def test_what_vllm_and_workers_load_is_light():
-    modules = [f"dash_trl.sampling.{name}" for name in ("vllm_plugin", "health", "checksum", "key", "vllm")]
+    modules = [f"dash_trl.sampling.{name}" for name in ("vllm_plugin", "health", "key", "vllm")]
     assert heavy_imports(["dash_trl.data", *modules]) == ["dash_trl.data", *modules[:-1], f"{modules[-1]} aiohttp"]
 
 

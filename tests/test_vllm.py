@@ -1,6 +1,5 @@
 """Real vLLM servers: sampled log-probs, weight syncs, crashes, and whole training runs."""
 
-import asyncio
 import copy
 import json
 import math
@@ -33,13 +32,12 @@ from transformers import (
 )
 
 from dash_trl.evaluation import main, open_sampler
-from dash_trl.rewards import JudgeReward
-from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header, own_key
+from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header
 from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.toy import arithmetic_dataset
 from dash_trl.workers import Command
 from tests.launching import ROOT
-from tests.tiny import assistant, load, log_probs, refused
+from tests.tiny import load, log_probs, refused
 from tests.vllm_run import greedy, wait_until
 
 
@@ -322,7 +320,9 @@ def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, p
 
     change(model, 6)
     pool.sync_weights()  # the servers have another model now, for which nobody trained this adapter
-    refused("holds another base model", own.sync_weights, error=WeightMismatch)
+    refused("was given weights by another run", own.sync_weights, error=WeightMismatch)
+    later = make_pool(vllm_servers.urls, adapted, tmp_path / "later")
+    refused("does not compute with the weights that it was given", later.sync_weights, error=WeightMismatch)
 
     # What PEFT trains whole goes merged: under the names of the base model, without the copies of TRL's reference.
     config = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "down_proj"]}
@@ -333,25 +333,6 @@ def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, p
     change(whole, 4)
     merged.sync_weights()
     assert sampled_difference(merged, whole) <= 1e-4
-
-
-# ------------------------------------------------------------------------------------------------------------- a judge
-
-
-def test_a_judge_is_held_to_the_schema(vllm_servers, toy):
-    """The toy model cannot judge, but all that it may write is a judgement. It is led to end texts and spaces."""
-    ids = AutoTokenizer.from_pretrained(toy)
-    bias = {'"': 100, " ": -100, "\n": -100, "\r": -100, "\t": -100}
-    options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
-    settings = {"base_url": f"{vllm_servers.urls[0]}/v1", "api_key": own_key()}
-    judge = JudgeReward(toy, scores=(3, 5), temperature=1.0, options=options, **settings)
-    asked = [judge(prompt=f"{i}+1", completion=assistant(str(i + 1))) for i in range(16)]
-
-    async def together():
-        return await asyncio.gather(*asked)
-
-    given = {score for score, *_ in asyncio.run(together())}
-    assert len(given) > 1 and given <= {0.0, 0.5, 1.0}
 
 
 # ----------------------------------------------------------------------------------------------------- evaluation
@@ -382,7 +363,7 @@ def by_transformers(checkpoints) -> dict[str, list[list[int]]]:
 
 
 def test_evaluation_by_servers(vllm_servers, checkpoints, by_transformers, tmp_path):
-    """They take one checkpoint after another in place, LoRA merged. Other weights meanwhile are replaced or refused."""
+    """They take one checkpoint after another in place, LoRA merged. Other weights meanwhile are replaced."""
 
     def opened(name: str, folder: str):
         return open_sampler(checkpoints[name], server_urls=vllm_servers.urls, weight_dir=tmp_path / folder)
@@ -391,10 +372,7 @@ def test_evaluation_by_servers(vllm_servers, checkpoints, by_transformers, tmp_p
         for folder, name in (("1", "adapter"), ("2", "own")):
             with opened(name, folder) as sampler:
                 assert greedy(sampler) == by_transformers[name]
-        with opened("own", "3") as held:
-            assert greedy(other) == by_transformers["other"] != by_transformers["own"]
-            refused("holds others", greedy, held, error=WeightMismatch)
-    assert [(tmp_path / folder).exists() for folder in "0123"] == [True] * 3 + [False]  # it was not written again
+        assert greedy(other) == by_transformers["other"] != by_transformers["own"]
     flags = "--dataset_name toy --dataset_test_split test[:32] --num_samples 8 --k 1 4".split()
     main([checkpoints["other"], "toy", *flags, "--vllm_server_urls", *vllm_servers.urls, "--output_dir", str(tmp_path)])
     accuracy = {name: json.loads((tmp_path / f"{name}.json").read_text())["accuracy"] for name in ("other", "toy")}

@@ -418,9 +418,8 @@ def figure_names() -> frozenset[str]:
 @functools.cache
 def is_documented(name: str) -> bool:
     patterns = [re.sub(r"<\w+>", "[^/]+", re.escape(one)) for one in figure_names() | OWN_FIGURES]
-    # The names of several evaluation sets, or of several functions, stand between the prefix and the figure.
-    plain = re.sub(r"^(eval_\w*?)rewards/[^/]+/(?=accuracy|pass_at|failed)", r"\1", name)
-    return any(re.fullmatch(f"(eval_(\\w+_)?)?{pattern.removeprefix('eval_')}", plain) for pattern in patterns)
+    # The names of several evaluation sets stand between the prefix and the figure.
+    return any(re.fullmatch(f"(eval_(\\w+_)?)?{pattern.removeprefix('eval_')}", name) for pattern in patterns)
 
 
 def check_documented(log_history: Sequence[Mapping[str, Any]]) -> None:

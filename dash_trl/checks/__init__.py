@@ -14,7 +14,7 @@ from dash_trl.checks.arguments import (
 from dash_trl.checks.models import (
     check_model,
     check_saving,
-    check_tied_adapter,
+    check_served_adapter,
     check_tokenizer,
     check_trainable,
     context_of,

@@ -148,17 +148,11 @@ def check_rewards(
     """Check that the unpacked reward functions fit the datasets and the configuration.
 
     Raises:
-        ValueError: if a needed column does not exist; if a function needs whole groups, but a group is spread over
-            ranks; or if a function scores a whole batch, but `reward_pipeline` or `async_level` needs functions that
-            score one completion.
+        ValueError: if a needed column does not exist; or if a function scores a whole batch, but `reward_pipeline` or
+            `async_level` needs functions that score one completion.
     """
     check_async(args, own_rollouts, all(isinstance(one, RunnerReward) for one in rewards or [None]))
     known = [getattr(dataset, "column_names", None) for dataset in datasets.values()]
-    size = args.num_generations
-    rows = args.per_device_train_batch_size * args.steps_per_generation
-    batches = {"per_device_train_batch_size x steps_per_generation": (rows, size)}
-    if datasets.get("eval_dataset") is not None:
-        batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size, args.num_generations_eval or size
     for one in rewards or ():
         if args.reward_pipeline and not isinstance(one, RunnerReward):
             raise ValueError(
@@ -171,12 +165,6 @@ def check_rewards(
         for columns in known:
             if isinstance(columns, list) and not own_rollouts:  # a rollout_func may add columns
                 form.check_columns(columns)
-        for options, (rows, size) in batches.items():
-            if form.post_process is not None and rows % size:
-                raise ValueError(
-                    f"'{form.name}' has post_process_scores for whole groups, but a process has {rows} completions "
-                    f"({options}), which is not a multiple of num_generations={size}: change one of these options."
-                )
 
 
 # Option of transformers' generate → the value with which it samples one completion for each row, and the remedy.

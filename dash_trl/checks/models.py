@@ -13,9 +13,9 @@ from trl import GRPOTrainer
 
 from dash_trl.config import DASHConfig
 from dash_trl.multimodal import class_of
+from dash_trl.sampling import CHANGES_BASE
 
 logger = logging.getLogger(__name__)
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # how the names of such initialisations begin
 
 
 def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: object = None) -> None:
@@ -140,12 +140,20 @@ def check_saving(trainer: GRPOTrainer) -> None:
             ) from error
 
 
-def check_tied_adapter(model: PreTrainedModel) -> None:
-    """Raise a `ValueError` if an adapter unties tied embeddings: vLLM has one weight for embeddings and LM head.
+def check_served_adapter(model: PreTrainedModel) -> None:
+    """Raise a `ValueError` if vLLM cannot get an adapter's weights, because it has no such weight, or one for two.
 
-    The adapter does so if it trains only the embeddings, only the LM head, or a weight for each of the two.
+    If embeddings and LM head are tied, vLLM has one weight for both. The adapter unties them if it trains only one of
+    them, or a weight for each.
     """
-    if not is_peft_model(model) or not model.config.get_text_config().tie_word_embeddings:
+    if not is_peft_model(model):
+        return
+    if rows := getattr(model.active_peft_config, "trainable_token_indices", None):
+        raise ValueError(
+            f"trainable_token_indices={rows}: PEFT cannot merge these rows of the embeddings into a weight that vLLM "
+            "has. Sample without vLLM, or train other modules."
+        )
+    if not model.config.get_text_config().tie_word_embeddings:
         return
     base = model.get_base_model()
     ends = base.get_input_embeddings(), base.get_output_embeddings()

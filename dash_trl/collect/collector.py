@@ -22,7 +22,7 @@ from dash_trl.collect.dynamic_sampling import DynamicSampling, rows_of_window
 from dash_trl.collect.log import WindowLog
 from dash_trl.collect.samplers import OnServers, Sampler
 from dash_trl.collect.scoring import GenerationBatch, Rewards
-from dash_trl.host import Host, rows_come_early, windows_ahead
+from dash_trl.host import Host, rows_come_early
 from dash_trl.log_probs import LogProbs
 from dash_trl.monitoring import EmptyWindows, filter_metrics, staleness_metrics
 from dash_trl.rewards import unscored
@@ -65,7 +65,7 @@ class Collector:
         self._log = WindowLog(self.host, self.rewards.names)
         self._pad_token_id = self.host._tokenizer.pad_token_id
         self._end_ids = {*self.host.eos_token_ids, self._pad_token_id}
-        self._ahead = RunAhead(windows_ahead(self.host))
+        self._ahead = RunAhead(self.host.args.async_level)
         self._numbers = count()  # the numbers of generation batches
         self._announced = deque[Prompts]()  # for each window that has not begun: the prompts of its first round
         self._empty_windows = EmptyWindows()

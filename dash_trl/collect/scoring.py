@@ -92,8 +92,7 @@ class Rewards:
     def of_prompts(self, prompts: Prompts) -> Request:
         """Return the request of a generation batch whose rewards start early. Any thread may call this."""
         if prompts.number not in self._early:
-            new = self._new_request(len(prompts.examples), self.host.args.num_generations)
-            self._early.setdefault(prompts.number, new)
+            self._early.setdefault(prompts.number, self._new_request(len(prompts.examples)))
         return self._early[prompts.number]
 
     def start(self, prompts: Prompts, first: int, sampled: Sampled) -> None:
@@ -121,7 +120,7 @@ class Rewards:
         """
         batch = GenerationBatch(sampled, rollouts, self._early.pop(number, None))
         if batch.request is None and by_group:
-            batch.request = self._started(batch.rows, self.host.args.num_generations)
+            batch.request = self._started(batch.rows)
         return batch
 
     def scored_groups(
@@ -167,23 +166,17 @@ class Rewards:
             batch.rewards = known if failed is None else unscored(known, self._ranks.gather(failed))
         return batch.rewards
 
-    def _started(self, rows: Sequence[Any], group_size: int) -> Request:
-        request = self._new_request(len(rows[0]), group_size)
+    def _started(self, rows: Sequence[Any]) -> Request:
+        request = self._new_request(len(rows[0]))
         self._ranks.agree(request.start, 0, reward_rows(*rows))
         return request
 
-    def _new_request(self, rows: int, group_size: int) -> Request:
-        request = Request(self._own, rows, group_size)
+    def _new_request(self, rows: int) -> Request:
+        request = Request(self._own, rows, self.host.args.num_generations)
         self._begun.add(request)
         return request
 
-    def of_all(
-        self,
-        call_functions: Callable[..., Tensor],
-        *rows: Sequence[Any],
-        training: bool,
-        group_size: int | None = None,
-    ) -> Tensor:
+    def of_all(self, call_functions: Callable[..., Tensor], *rows: Sequence[Any], training: bool) -> Tensor:
         """Call the reward functions, and unscore the rows on which a function failed. `MonteCarloValue` calls it, too.
 
         Args:
@@ -191,19 +184,16 @@ class Rewards:
             rows: the arguments of TRL's `_calculate_rewards`: examples, prompts, completions and completion ids.
             training: False = the rows belong to an evaluation or a Monte Carlo estimate, so failures do not end the
                 run.
-            group_size: the group size of these rows. `None`: the group size in the current mode.
         Returns:
             [N, F]; NaN in all F columns if a function failed on the row.
         Raises:
             RuntimeError: on all ranks, if a function is broken; see `FailureWatch`. A mistake of the user, such as a
                 function that returns no list, raises a `RewardError`.
         """
-        args = self.host.args
-        size = group_size or (not training and args.num_generations_eval) or args.num_generations
         request = self.started
         self.started = None
         with self.host.recorder.timed("reward", counts=training):
-            request = request or self._started(rows, size)
+            request = request or self._started(rows)
             with request.answering():
                 rewards = call_functions(*rows)
         self._ranks.agree(raise_reward_error, self.functions)

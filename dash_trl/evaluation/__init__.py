@@ -19,7 +19,6 @@ from dash_trl.evaluation.figures import (
     bootstrap_interval,
     differences,
     figures_of,
-    metrics_of,
     pass_at_k,
 )
 from dash_trl.evaluation.reward import Reward

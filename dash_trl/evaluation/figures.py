@@ -91,33 +91,6 @@ def _counts(samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     return len(scored), sum(reward > CORRECT_ABOVE for reward in scored)
 
 
-def metrics_of(
-    rewards: Sequence[Sequence[float]], names: Sequence[str], ks: Sequence[int], *, group_size: int
-) -> dict[str, float]:
-    """Compute accuracy and pass@k of an evaluation during training, for the trainer's log.
-
-    Args:
-        rewards: [N, F] as nested lists; the `group_size` samples of a problem are adjacent. NaN = the function does
-            not apply, or failed on the sample.
-        names: names of the F reward functions.
-        ks: values of k; at most `group_size`.
-    Returns:
-        Name → number; NaN = it cannot be estimated. The names are `accuracy` and `pass_at_<k>`, also with `_low` and
-        `_high` for the interval, and `failed`, the share of NaN. With several functions, they begin with
-        `rewards/<name>/`.
-    """
-    found: dict[str, float] = {}
-    for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without rows, `zip` makes no columns
-        samples = [{"reward": None if math.isnan(one) else one, "tokens": 0, "truncated": False} for one in column]
-        figures = figures_of([samples[at : at + group_size] for at in range(0, len(samples), group_size)], ks)
-        place = f"rewards/{name}/" if len(names) > 1 else ""
-        found[f"{place}failed"] = figures["failed"]
-        for what, estimate in _estimates(figures).items():
-            for end, value in zip(("", "_low", "_high"), estimate, strict=True):
-                found[place + what.replace("@", "_at_") + end] = math.nan if value is None else value
-    return found
-
-
 def differences(rows: Rows, others: Rows, ks: Sequence[int]) -> dict[str, Estimate]:
     """Compute how much better a model (`rows`) is than another one (`others`) on the same problems in the same order.
 
@@ -146,7 +119,8 @@ def table(models: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
         {
             "model": name,
-            **{what: _in_percent(one) for what, one in _estimates(figures).items()},
+            "accuracy": _in_percent([figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]),
+            **{f"pass@{k}": _in_percent(estimate) for k, estimate in figures["pass_at"].items()},
             "tokens": f"{figures['mean_length']:.0f}",
             "truncated": f"{figures['truncated']:.1%}",
             "failed": f"{figures['failed']:.1%}",
@@ -156,12 +130,6 @@ def table(models: Mapping[str, Mapping[str, Any]]) -> str:
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
-
-
-def _estimates(figures: Mapping[str, Any]) -> dict[str, Estimate]:
-    """Return "accuracy" and each "pass@k" of `figures_of` → [value, low, high]; three None = it cannot be estimated."""
-    accuracy = [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]
-    return {"accuracy": accuracy, **{f"pass@{k}": estimate for k, estimate in figures["pass_at"].items()}}
 
 
 def _in_percent(estimate: Sequence[Any], sign: str = "") -> str:

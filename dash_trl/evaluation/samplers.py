@@ -214,17 +214,18 @@ class LocalSampler(Sampler):
 class ServerSampler(Sampler):
     """Samples from vLLM servers, by one request per prompt. A failed request is repeated on another server.
 
-    The servers of the pool have models of the checkpoint's shape, and get and keep its weights; for errors, see
-    `check_servers` and `load_checkpoint`. `seed` has no effect: timing decides which requests share a batch, which
-    changes the last bits of the logits.
+    The servers of the pool have models of the checkpoint's shape, and get and keep its weights; with `weight_dir=None`,
+    they have them. For errors, see `check_servers` and `load_checkpoint`. `seed` has no effect: timing decides which
+    requests share a batch, which changes the last bits of the logits.
     """
 
-    def __init__(self, checkpoint: Checkpoint, pool: ServerPool, weight_dir: str | Path):
+    def __init__(self, checkpoint: Checkpoint, pool: ServerPool, weight_dir: str | Path | None):
         model = checkpoint.load(check_servers(pool, checkpoint.config, checkpoint.name).dtype)
         model = model.merge_and_unload() if checkpoint.is_adapter else model
         super().__init__(checkpoint.tokenizer, model.generation_config)
         self.pool = pool
-        load_checkpoint(pool, model, len(self.tokenizer), weight_dir)
+        if weight_dir is not None:
+            load_checkpoint(pool, model, len(self.tokenizer), weight_dir)
 
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
@@ -271,7 +272,8 @@ def open_sampler(
     if not isinstance(model, Checkpoint):
         model = Checkpoint(str(model))
     with ExitStack() as stack:
-        if use_vllm and not server_urls:
+        own = use_vllm and not server_urls
+        if own:
             server_urls = stack.enter_context(vllm_servers(model.base, max(1, len(visible_gpus()))))
         if not server_urls:
             # On a CPU, half precision is slow or missing.
@@ -280,4 +282,4 @@ def open_sampler(
             return
         pool = ServerPool(server_urls)
         stack.callback(pool.cancel)
-        yield ServerSampler(model, pool, weight_dir)
+        yield ServerSampler(model, pool, None if own and not model.is_adapter else weight_dir)

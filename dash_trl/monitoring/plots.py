@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -105,17 +106,5 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Compute an exponential moving average, s_t = Σ w^(t−i) x_i / Σ w^(t−i), with sums over i ≤ t and w = `SMOOTHING`.
-
-    The divisor keeps the first averages from a bias towards 0.
-
-    Args:
-        values: the numbers x_i.
-    """
-    total = norm = 0.0
-    averages = []
-    for value in values:
-        total = SMOOTHING * total + value
-        norm = SMOOTHING * norm + 1
-        averages.append(total / norm)
-    return averages
+    """Return the exponential moving average: s_t = Σ w^(t−i) x_i / Σ w^(t−i) over i ≤ t, with w = `SMOOTHING`."""
+    return pandas.Series(values).ewm(alpha=1 - SMOOTHING).mean().tolist()

@@ -79,7 +79,7 @@ class MonteCarloValue:
                 [*row.request.completion_ids[: row.boundary], *ids[: row.room]]
                 for row, ids in zip(rows, self._continuations(rows, call[0].room, trainer), strict=True)
             ]
-            rewards = _rewards(trainer, rows, completions, group_size=self.num_rollouts)
+            rewards = _rewards(trainer, rows, completions)
             total = weighted_rewards(rewards, trainer.reward_weights)
             for prefix, mean in zip(call, total.view(-1, self.num_rollouts).nanmean(dim=1).tolist(), strict=True):
                 means[prefix.rank, prefix.row, prefix.boundary] = mean
@@ -118,9 +118,7 @@ def _room(request: ValueRequest, boundary: int, trainer: GRPOTrainer) -> int:
     return max(0, min(left) - boundary)
 
 
-def _rewards(
-    trainer: GRPOTrainer, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int
-) -> torch.Tensor:
+def _rewards(trainer: GRPOTrainer, rows: Sequence[_Prefix], completion_ids: list[list[int]]) -> torch.Tensor:
     """Return the rewards [N, F] of all ranks' completions, computed as TRL does; NaN = not applicable."""
     examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]
@@ -130,6 +128,4 @@ def _rewards(
     # What reward functions log here is dropped, because it would distort the figures of training.
     with with_settings(trainer, nothing_pending()):
         ask = partial(GRPOTrainer._calculate_rewards, trainer)
-        return trainer._run.rewards.of_all(
-            ask, examples, prompts, completions, completion_ids, training=False, group_size=group_size
-        )
+        return trainer._run.rewards.of_all(ask, examples, prompts, completions, completion_ids, training=False)

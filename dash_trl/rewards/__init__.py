@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # the names below, for type checkers
         watch,
     )
     from dash_trl.rewards.forms import BATCH, DEFAULT_NAME, ROW, Score, form_of, load_reward, read_score
-    from dash_trl.rewards.judge import JudgeError, JudgeReward
     from dash_trl.rewards.math import MathAccuracyReward, completion_text
     from dash_trl.rewards.runner import RewardRunner, is_reward_model, unpack
     from dash_trl.rewards.runner_reward import Request, RunnerReward
@@ -28,7 +27,6 @@ __getattr__, __dir__ = lazy(
     code=["CodeReward"],
     failures=["BROKEN_AFTER", "FailureWatch", "distinct", "failure_of", "raise_reward_error", "unscored", "watch"],
     forms=["BATCH", "DEFAULT_NAME", "ROW", "Score", "form_of", "load_reward", "read_score"],
-    judge=["JudgeError", "JudgeReward"],
     math=["MathAccuracyReward", "completion_text"],
     runner=["RewardRunner", "is_reward_model", "unpack"],
     runner_reward=["Request", "RunnerReward"],

@@ -6,11 +6,9 @@
   it gets all of these, but ``reward(completion_ids, **columns)`` has TRL's form.
 - **verl's form**, ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> score``, is called for
   each completion. `solution_str` is its text; the others are columns. Without such a column, `ground_truth` is that of
-  the column `reward_model`, else the column `answer`; `data_source` is None; `extra_info` is a dict of all columns. A
-  dict `extra_info` also gets `group_uid` and `group_size`, unless ranks share groups.
+  the column `reward_model`, else the column `answer`; `data_source` is None; `extra_info` is a dict of all columns.
 - **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's form. Optional
-  members are ``post_process_scores(scores) -> scores``, which gets the scores of a whole group; `close()`; and
-  `max_concurrency`, the largest number of calls at a time.
+  members are `close()`, and `max_concurrency`, the largest number of calls at a time.
 
 `load_reward` loads a reward of any form from a user's file.
 """
@@ -56,7 +54,7 @@ def read_score(returned: object) -> Score:
     """Read the return value of a per-sample function.
 
     - A number, or None if the function does not apply.
-    - (score, notes) with a dict of notes; (score, prompt, explanation) of a judge, optionally with notes at the end.
+    - (score, notes) with a dict of notes.
     - A dict with the score as `score`, as in verl; its other items are the notes.
 
     Raises:
@@ -69,14 +67,10 @@ def read_score(returned: object) -> Score:
         notes = dict(returned)
         returned = notes.pop("score")
     elif isinstance(returned, tuple):
-        value, *beside = returned or (returned,)
-        if beside and isinstance(beside[-1], Mapping):
-            notes = dict(beside.pop())
-        if len(beside) == 2:
-            notes = {"prompt": str(beside[0]), "explanation": str(beside[1]), **notes}
-        elif beside:
-            raise ValueError(f"returned {returned!r:.200}: neither (score, notes) nor (score, prompt, explanation)")
-        returned = value
+        if len(returned) != 2 or not isinstance(returned[1], Mapping):
+            raise ValueError(f"returned {returned!r:.200}, which is not (score, notes)")
+        notes = dict(returned[1])
+        returned = returned[0]
     score = None if returned is None else _number(returned, f"{returned!r:.200}, which is not a score")
     return Score(score, {str(name): _note(name, value) for name, value in notes.items()})
 
@@ -115,7 +109,7 @@ class RewardForm:
         function: the function or method that is called.
         batch: True = TRL's form, called with the whole batch; False = called for each completion.
         names: arguments that a per-sample function takes → whether one has no default. None = all.
-        post_process, close, max_concurrency: optional members of a stateful object.
+        close, max_concurrency: optional members of a stateful object.
     """
 
     name: str
@@ -123,12 +117,11 @@ class RewardForm:
     batch: bool
     asynchronous: bool
     names: Mapping[str, bool] | None
-    post_process: Callable[..., Any] | None
     close: Callable[..., Any] | None
     max_concurrency: int | None
 
-    def arguments(self, known: Mapping[str, Any], group: Mapping[str, object]) -> dict[str, Any]:
-        """Select the arguments for one call; `group` has entries for verl's `extra_info`, if that is a dict.
+    def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Select the arguments for one call.
 
         Raises:
             ValueError: if the row lacks a column that the function requires.
@@ -136,7 +129,7 @@ class RewardForm:
         if self.names is None:
             return dict(known)
         in_verl = "solution_str" in self.names
-        row = _as_in_verl(known, group) if in_verl else known
+        row = _as_in_verl(known) if in_verl else known
         for name, is_required in self.names.items():
             if is_required and name not in row:
                 said = " or 'answer'" if in_verl and name == "ground_truth" else ""
@@ -151,21 +144,20 @@ class RewardForm:
         known = {*columns, *ROW}
         if self.batch:  # TRL does not pass on the columns `prompt` and `completion`
             known = known - {"prompt", "completion"} | {*BATCH}
-        self.arguments(dict.fromkeys(known, ""), {})
+        self.arguments(dict.fromkeys(known, ""))
 
 
-def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, object]) -> dict[str, Any]:
+def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with all arguments of verl's form. The row's own columns of these names stay."""
     columns = {name: value for name, value in row.items() if name not in ("completion", "completion_ids")}
     golds = [("ground_truth", ground_truth(row[name])) for name in ("answer", "reward_model") if name in row]
-    own = row.get("extra_info", columns)
-    info = {**(own or {}), **group} if own is None or isinstance(own, Mapping) else own
+    info = row.get("extra_info", columns)
     return {
         "data_source": None,
         "solution_str": completion_text(row["completion"]),
         **dict(golds),
         **row,
-        "extra_info": info,
+        "extra_info": {} if info is None else info,
     }
 
 
@@ -195,7 +187,6 @@ def form_of(function: Any) -> RewardForm:
         batch=batch,
         asynchronous=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         names=None if rest and not batch and "solution_str" not in named else named,
-        post_process=getattr(owner, "post_process_scores", None),
         close=getattr(owner, "close", None),
         max_concurrency=getattr(owner, "max_concurrency", None),
     )

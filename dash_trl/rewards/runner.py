@@ -121,18 +121,17 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
 
     # ------------------------------------------------------------------------------------------------ a batch
 
-    def submit(self, rows: Sequence[Mapping[str, Any]], *, group_size: int = 1) -> Request:
+    def submit(self, rows: Sequence[Mapping[str, Any]]) -> Request:
         """Start all functions on all rows, without a trainer; return the request that gets the outcomes.
 
         Args:
             rows: one mapping per completion, with `prompt`, `completion`, `completion_ids` and the dataset's columns.
-            group_size: number of adjacent rows that are completions of one prompt.
         """
-        request = Request(self.own, len(rows), group_size)
+        request = Request(self.own, len(rows))
         request.start(0, rows)
         return request
 
-    def backend_of(self, kind: str, limit: int | None = None) -> Backend:
+    def backend_of(self, kind: str, limit: int | None) -> Backend:
         """Return the backend for a kind of `BACKENDS` and a stateful reward's `max_concurrency`."""
         self._open.update(self._closes)
         lane = kind, limit
@@ -156,7 +155,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
 
 
 def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], object], None]) -> None:
-    while backends:  # the end of a call may start a further call, on a new backend
+    while backends:
         backends.popitem()[1].close()
     while opened:
         opened.popitem()[0]()

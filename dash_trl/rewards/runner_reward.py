@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dash_trl.rewards.failures import Outcome, WatchedReward, has_failed, number
-from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
+from dash_trl.rewards.forms import RewardForm, scored, scored_async
 from dash_trl.workers import cancel_all, outcome_of
 
 
@@ -29,20 +28,17 @@ class Request:
         outcomes: for each function, its N outcomes; None = this outcome has not come. A function that is given twice is
             called once.
         by_function: the same lists by their functions.
-        cancelled: whether nobody waits for the outcomes any more.
-        uid: an id that no other request of any process has.
         groups: number of groups.
     """
 
-    def __init__(self, functions: Sequence[RunnerReward], rows: int, group_size: int):
+    def __init__(self, functions: Sequence[RunnerReward], rows: int, group_size: int = 1):
         self.by_function: dict[RunnerReward, list[Any]] = {one: [None] * rows for one in functions}
         self.outcomes = [*self.by_function.values()]
-        self.cancelled = False
-        self.group_size = group_size
-        self.uid = uuid.uuid4()
+        self._group_size = group_size
         self._rows = range(rows)
         self.groups = len(self._rows[::group_size])
-        self._functions_left = [len(self.outcomes)] * self.groups
+        # For each group, the number of outcomes that have not come.
+        self._left = [len(self.outcomes) * len(self.rows_of(group)) for group in range(self.groups)]
         self._calls: list[Future[Any]] = []
         self._lock = threading.Lock()
         self._complete = queue.SimpleQueue[int | BaseException]()
@@ -76,28 +72,19 @@ class Request:
         )
 
     def rows_of(self, group: int) -> range:
-        return self._rows[group * self.group_size : (group + 1) * self.group_size]
+        return self._rows[group * self._group_size : (group + 1) * self._group_size]
 
-    def add(self, call: Future[Any], done: Callable[[Future[Any]], None]) -> None:
-        """Add a call, which `cancel` cancels. `done` gets the ended call, on any thread, and calls `put`."""
+    def add(self, function: RunnerReward, row: int, call: Future[Any]) -> None:
+        """Add the call of a function for a row. When it ends, on any thread, store its outcome; `cancel` cancels it."""
         self._calls.append(call)
-        call.add_done_callback(done)
+        call.add_done_callback(partial(self._put, function, row))
 
-    def put(self, function: RunnerReward, row: int, outcome: object) -> bool:
-        """Store a function's outcome, which is not None, for a row. Any thread may call this, once for each row.
-
-        If the function now has all outcomes of the row's group, return True; then the caller must call `complete`.
-        """
-        outcomes = self.by_function[function]
+    def _put(self, function: RunnerReward, row: int, call: Future[Any]) -> None:
+        group = row // self._group_size
         with self._lock:
-            outcomes[row] = outcome
-            return all(outcomes[other] is not None for other in self.rows_of(row // self.group_size))
-
-    def complete(self, group: int) -> None:
-        """Record that one more function is done with a group, which is complete after the last function."""
-        with self._lock:
-            self._functions_left[group] -= 1
-            if not self._functions_left[group]:
+            self.by_function[function][row] = outcome_of(call)
+            self._left[group] -= 1
+            if not self._left[group]:
                 self._complete.put(group)
 
     def fail(self, error: BaseException) -> None:
@@ -123,7 +110,7 @@ class Request:
     def wait(self) -> None:
         """Wait until all groups are complete. An interrupt cancels the calls."""
         try:
-            while any(self._functions_left):
+            while any(self._left):
                 self.next_groups()
                 self.check()
         except BaseException:
@@ -131,7 +118,6 @@ class Request:
             raise
 
     def cancel(self) -> None:
-        self.cancelled = True
         cancel_all(self._calls)
 
 
@@ -139,8 +125,7 @@ class RunnerReward(WatchedReward):
     """A function of a `RewardRunner`. TRL's call waits for the outcomes of the batch.
 
     Attributes:
-        known: the request with the outcomes of the next batch. None = a call starts this function alone, with the
-            batch as one group.
+        known: the request with the outcomes of the next batch. None = a call starts this function alone.
     """
 
     def __init__(self, form: RewardForm, runner: Any):
@@ -157,42 +142,17 @@ class RunnerReward(WatchedReward):
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Start the function on rows of a request from the index `first` on."""
-        size = request.group_size
-        is_whole = len(request.by_function[self]) % size == 0  # False = ranks share groups
         kind = "asyncio" if self.form.asynchronous else "thread"
         backend = self.runner.backend_of(self.runner.backend or kind, self.form.max_concurrency)
         for row, known in enumerate(rows, first):
-            group = {"group_uid": f"{request.uid}-{row // size}", "group_size": size} if is_whole else {}
             try:
-                arguments = self.form.arguments(known, group)
+                arguments = self.form.arguments(known)
             except ValueError as error:  # this row lacks a column that the function requires
                 call = Future[Any]()
                 call.set_exception(error)
             else:
                 call = backend.submit(self.score, arguments, timeout=self.runner.timeout)
-            request.add(call, partial(self._row_ended, request, row))
-
-    def _row_ended(self, request: Request, row: int, call: Future[Any]) -> None:
-        """Store an outcome. The last one of a group finishes the group, after `post_process_scores`."""
-        if request.put(self, row, outcome_of(call)):
-            group = row // request.group_size
-            if self.form.post_process is None or request.cancelled:
-                request.complete(group)
-            else:
-                self._post_process(request, group)
-
-    def _post_process(self, request: Request, group: int) -> None:
-        rows = request.rows_of(group)
-        column = request.by_function[self]
-
-        def ended(call: Future[Any]) -> None:
-            outcome = outcome_of(call)
-            column[rows.start : rows.stop] = [outcome] * len(rows) if isinstance(outcome, BaseException) else outcome
-            request.complete(group)
-
-        arguments = {"function": self.form.post_process, "outcomes": column[rows.start : rows.stop]}
-        call = self.runner.backend_of("thread").submit(post_processed, arguments, timeout=self.runner.timeout)
-        request.add(call, ended)
+            request.add(self, row, call)
 
     # --------------------------------------------------------------------------------------------- for TRL
 
@@ -203,7 +163,7 @@ class RunnerReward(WatchedReward):
             columns["completion"] = columns.pop("completions")
             columns["prompt"] = columns.pop("prompts")
             rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-            request = Request([self], len(rows), len(rows))
+            request = Request([self], len(rows))
             request.start(0, rows)
         request.wait()
         outcomes = request.by_function[self]
@@ -221,18 +181,3 @@ class RunnerReward(WatchedReward):
         if log_extra is not None:
             for name in sorted(self._texts):
                 log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
-
-
-def post_processed(function: Callable[[Any], Any], outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Call `post_process_scores` with the scores of a group, NaN for a row without one; return the new outcomes.
-
-    A row that had no score keeps its outcome if its new score is NaN.
-    """
-    scores = [number(one) for one in outcomes]
-    processed = [float(value) for value in function(scores.copy())]
-    if len(processed) != len(scores):
-        raise ValueError(f"post_process_scores returned {len(processed)} scores for {len(scores)}")
-    return [
-        old if math.isnan(before) and math.isnan(after) else Score(after, old.notes if isinstance(old, Score) else {})
-        for old, before, after in zip(outcomes, scores, processed, strict=True)
-    ]

@@ -58,17 +58,14 @@ def open_epoch(dataloader: DataLoader, epoch: int, skipped: int = 0) -> Iterator
     return iter(skip_first_batches(dataloader, skipped) if skipped else dataloader)
 
 
-def new_queue(
-    args: Any, handler: CallbackHandler, *, ahead: int, first: Callable[[], int] | None
-) -> PromptQueue | None:
+def new_queue(args: Any, handler: CallbackHandler, first: Callable[[], int] | None) -> PromptQueue | None:
     """Build the `PromptQueue` of a run. `None`: Transformers reads the prompts itself.
 
     Args:
         handler: Transformers' callback handler, which knows the run's dataloader.
-        ahead: see `PromptQueue`.
         first: see `PromptQueue`. `None`: no dynamic sampling.
     """
-    if not ahead and first is None:
+    if not args.async_level and first is None:
         return None
     rows = args.per_device_train_batch_size * args.steps_per_generation if first is None else args.num_generations
     return PromptQueue(
@@ -76,7 +73,7 @@ def new_queue(
         prompts=1 if first is None else args.groups_of_rank,
         window_batches=args.window_batches,
         accumulation=args.gradient_accumulation_steps,
-        ahead=ahead,
+        ahead=args.async_level,
         first=first or (lambda: 1),
         open_epoch=lambda epoch, skipped: open_epoch(handler.train_dataloader, epoch, skipped * args.window_batches),
     )

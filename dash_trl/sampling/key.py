@@ -20,8 +20,6 @@ from dash_trl._cache import cache_folder
 MIDDLEWARE = f"{__name__}.RequireKey"
 API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^][/?#@:\s]+)(:[1-9]\d{0,4})?")
-# With a path, but without a user, a password or a query, which logs would show.
-BASE_URL = re.compile(rf"{ADDRESS.pattern}(/[^?#@\s]*)?")
 
 
 def check_urls(urls: str | Sequence[str]) -> list[str]:

@@ -1,8 +1,10 @@
 """Checks, by the log-probs of a few tokens, that servers compute with the weights that they were given.
 
-The first weight sync of a run sends perturbed weights, and compares the servers' log-probs with the trainer's under the
-same change: a factor for linear layers and embeddings. If an adapter is sent alone, a constant is added to its B
-matrices instead, because a new adapter's B matrices are zero.
+No other check can replace this one: a server may hold the right numbers, and compute with a copy that it does not
+update, or with numbers in other places, as vLLM's experts do on a CPU. The first weight sync of a run sends perturbed
+weights, and compares the servers' log-probs with the trainer's under the same change: a factor for linear layers and
+embeddings. If an adapter is sent alone, a constant is added to its B matrices instead, because a new adapter's B
+matrices are zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -124,7 +126,7 @@ def check_probe(expected: Tensor, served: dict[str, list[float]], dtypes: Iterab
         difference = (torch.tensor(values) - expected).abs().mean().item()
         if not difference <= tolerance:  # also if the difference is NaN
             raise WeightMismatch(
-                f"{url} holds the weights that it was given but does not compute with them: its log-probs differ by "
+                f"{url} does not compute with the weights that it was given: its log-probs differ by "
                 f"{difference:.2g} from the trainer's (tolerance for {sorted(map(str, dtypes))}: {tolerance}). On a "
                 "CPU build of vLLM, install dash_trl in the server's environment: its plugin stops vLLM from computing "
                 "with packed copies. Otherwise check that the server runs the same model, without quantisation or "

@@ -2,7 +2,7 @@
 
 In training::
 
-    gather ──► FileWeights ──► compare checksums      in every weight sync
+    gather ──► FileWeights ──► servers load the files      in every weight sync
     perturbed weights, then plain weights ──► compare log-probs      in the first weight sync
 
 An evaluation gives one checkpoint to all servers (`load_checkpoint`)::
@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from dash_trl.distributed import Ranks
-from dash_trl.sampling.checksum import weights_checksum
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import PROBE_TOKENS, ScaledLayers, check_probe, model_log_probs
 from dash_trl.sampling.vllm import ServedModel, ServerError, VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
-from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot
+from dash_trl.sampling.weights import FileWeights, NamedTensors
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,7 +59,7 @@ def check_servers(pool: ServerPool, config: PreTrainedConfig, name: str) -> Serv
                 + (f" --servers {len(pool.urls)}" if len(pool.urls) > 1 else "")
             )
     every = list(models.values())
-    least = ("context", "adapter_rank", "comparable", "log_probs_as_sampled")  # False is less than True
+    least = ("context", "adapter_rank", "log_probs_as_sampled")  # False is less than True
     return replace(every[0], **{name: min(getattr(model, name) for model in every) for name in least})
 
 
@@ -96,10 +95,10 @@ class WeightSync:
         self._proven = False  # True = the first weight sync is over, with its comparison of log-probs
 
     def send(self) -> None:
-        """Send the model's weights to all servers and compare checksums; in the first sync, also compare log-probs.
+        """Send the model's weights to all servers. In the first sync, compare log-probs.
 
         Raises:
-            WeightMismatch: if a server holds other weights, or computes with other weights.
+            WeightMismatch: if a server computes with other weights.
             PoolError: if a server did not load the weights in the first sync.
         """
         if self._proven:
@@ -167,15 +166,4 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
     weights = FileWeights(weight_dir, next(model.parameters()).dtype)
     gather = model.named_parameters
     sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, gather, ScaledLayers(model))
-    held = Snapshot(pool.fleet.version, "", weights_checksum(model.parameters()))
-    if {*pool.ask_all(VLLMServer.weight_checksum).values()} != {held.checksum}:
-        sync.send()
-        return
-
-    async def verify(server: VLLMServer) -> int:
-        """Check a server that came back. After a restart it holds its own checkpoint, which is the right one here."""
-        held.verify(await server.weight_checksum(), server.url)
-        return held.version
-
-    pool.refit = verify
-    sync.check(model_log_probs(model, sync.probe))
+    sync.send()

@@ -18,19 +18,23 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.trainer_utils import unwrap_peft_model
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
-from dash_trl.multimodal import is_multimodal
-from dash_trl.sampling.checksum import weights_checksum, weights_version
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
 from dash_trl.sampling.sync import WeightSync, check_servers
 from dash_trl.sampling.vllm import Options, ServedModel, VLLMServer
-from dash_trl.sampling.weights import TRAINED, WEIGHT_DIR, AdapterWeights, FileWeights, NamedTensors, obstacle
+from dash_trl.sampling.weights import (
+    TRAINED,
+    WEIGHT_DIR,
+    AdapterWeights,
+    FileWeights,
+    NamedTensors,
+    obstacle,
+    weights_version,
+)
 from dash_trl.update import NO_LOG_PROB
 
 logger = logging.getLogger(__name__)
@@ -185,15 +189,13 @@ class ServerGeneration(ExactMerges):
             if not sends_adapter and self.accelerator.is_main_process:
                 logger.warning(f"The adapter is merged into its model before it is sent to the servers: {why_merged}.")
         if not sends_adapter:
-            self._check_names()
             weights = FileWeights(self.weight_dir, served.dtype)
             gather = self._gather
             perturbation = ScaledLayers(self.model, self._plain_name)
         else:
             self.pool.use_adapter()
             self._base = self._base_version()
-            base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
-            weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[TRAINED], base)
+            weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[TRAINED])
             gather = self._gather_adapter
             perturbation = ShiftedAdapter(self.model)
         return WeightSync(
@@ -207,29 +209,10 @@ class ServerGeneration(ExactMerges):
             self.accelerator.mixed_precision,
         )
 
-    def _check_names(self) -> None:
-        """Check that vLLM knows all names of weights, because an unknown name stops a server's loading half-way."""
-        model = unwrap_peft_model(self.model)
-        classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(model.config) else MODEL_FOR_CAUSAL_LM_MAPPING
-        with torch.device("meta"):
-            known = classes.get(type(model.config), type(model))(model.config).state_dict()
-        if unknown := sorted({name for name, _ in self._gather()} - known.keys()):
-            raise ValueError(
-                f"vLLM knows no weights {unknown[:3]}, since a {type(model.config).__name__} has none of these names. "
-                "Sample without servers, or train other modules: PEFT's trainable_token_indices cannot be "
-                "merged."
-            )
-
     def _check_servers(self) -> ServedModel:
         """Check that the servers fit this trainer, and return their common description."""
         served = check_servers(self.pool, self.model.config, self.model.name_or_path)
         logger.info("Sending the weights to the servers for the first time, twice with a comparison of log-probs …")
-        if not served.comparable:
-            logger.warning(
-                "The servers' weights are quantised or copied between workers, so their checksum cannot be compared "
-                "with the trainer's. The first weight sync is checked by log-probs. After that, a lost update would go "
-                "unnoticed."
-            )
         if not served.log_probs_as_sampled:
             logger.warning(
                 "The servers' log-probs ignore temperature and top_p, and every ratio that uses them (importance "
@@ -251,17 +234,17 @@ class ServerGeneration(ExactMerges):
                 "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start "
                 "them without --enable-lora, so that they get the merged weights."
             )
-        return ((name.replace(f".{TRAINED}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
+        return self._adapter_parameters()
+
+    def _adapter_parameters(self) -> NamedTensors:
+        """Yield the adapter's unsharded matrices. This is a collective under ZeRO-3."""
+        for name, parameter in self.model.named_parameters():
+            if f".{TRAINED}." in name:
+                with self._dist.gather_params([parameter]):
+                    yield name.replace(f".{TRAINED}.", "."), parameter.data
 
     def _base_version(self) -> list[int]:
         return weights_version(one for one in self.model.parameters() if not one.requires_grad)
-
-    def _whole_parameters(self, *, of_adapter: bool) -> NamedTensors:
-        """Yield unsharded parameters of the adapter or the base model. This is a collective under ZeRO-3."""
-        for name, parameter in self.model.named_parameters():
-            if f".{TRAINED}." in name if of_adapter else self.model.prefix not in name:
-                with self._dist.gather_params([parameter]):
-                    yield name, parameter.data
 
     def _gather(self) -> NamedTensors:
         """Iterate over the unsharded, merged parameters."""

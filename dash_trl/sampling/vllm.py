@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 import torch
 
-from dash_trl.sampling.checksum import combine_workers
 from dash_trl.sampling.key import API_KEY, key_file, key_header
 from dash_trl.sampling.vllm_plugin import ADAPTER
 
@@ -61,8 +60,6 @@ class ServedModel:
     Attributes:
         context: largest number of tokens of a prompt and its completion.
         adapter_rank: largest rank of a LoRA adapter; 0 = the server takes none.
-        comparable: False = the trainer cannot compute the checksum of the weights, because they are quantised or KV
-            heads are copied to several workers.
         log_probs_as_sampled: False = reported log-probs leave out temperature and truncation, such as `top_p`.
     """
 
@@ -70,7 +67,6 @@ class ServedModel:
     shape: dict[str, Any]
     context: int
     adapter_rank: int
-    comparable: bool
     log_probs_as_sampled: bool
 
 
@@ -134,13 +130,12 @@ class VLLMServer:
     async def describe(self) -> ServedModel:
         """Return the server's description of its model. A `ValueError`: it does not suit training."""
         config = await self._request("GET", "/server_info", "vllm_config", params={"config_format": "json"})
-        workers = await self._rpc("dash_weight_report")
+        workers = await self._rpc("dash_model")
         with _readable((config, workers)):
             model = config["model_config"]
             adapters = config.get("lora_config") or {}
             connector = (config.get("kv_transfer_config") or {}).get("kv_connector")
             described = ServedModel(
-                comparable=all(worker["comparable"] for worker in workers),
                 dtype=getattr(torch, workers[0]["dtype"]),
                 shape=workers[0]["shape"],
                 context=model["max_model_len"],
@@ -155,30 +150,19 @@ class VLLMServer:
             )
         return described
 
-    async def weight_checksum(self) -> int | None:
-        """Return the checksum of all weights that the server holds; None if it cannot be compared."""
-        workers = await self._rpc("dash_weight_report")
-        with _readable(workers):
-            comparable = all(worker["comparable"] for worker in workers)
-            return combine_workers([worker["checksums"] for worker in workers]) if comparable else None
-
     async def weight_tag(self) -> str:
         """Return the tag of the server's weights, see `Snapshot`."""
         return await self._request("GET", "/weight_info", "weight_version", timeout=PROBE_SECONDS)
 
-    async def load_weights(self, path: str, tag: str) -> int | None:
-        """Load a checkpoint's directory in place; return `weight_checksum`. Requests in flight wait for it."""
+    async def load_weights(self, path: str, tag: str) -> None:
+        """Load a checkpoint's directory in place. Requests in flight wait for it."""
         async with self._update(tag):
             await self._rpc("reload_weights", weights_path=path)
-        return await self.weight_checksum()
 
-    async def load_adapter(self, path: str, tag: str) -> int:
-        """Load a LoRA adapter (PEFT's format) like `load_weights`; return its checksum as the workers hold it."""
+    async def load_adapter(self, path: str, tag: str) -> None:
+        """Load a LoRA adapter (PEFT's format) like `load_weights`."""
         async with self._update(tag):
-            workers = await self._rpc("dash_load_adapter", path=path)
-        with _readable(workers):
-            (checksum,) = {int(worker, 16) for worker in workers}  # each worker holds the whole adapter
-            return checksum
+            await self._rpc("dash_load_adapter", path=path)
 
     async def resume(self) -> None:
         """Resume sampling, which a weight update has paused."""

@@ -1,16 +1,14 @@
-"""Plugin inside a vLLM server: it reports weight checksums, loads LoRA adapters, and lets CPU builds update weights.
+"""Plugin inside a vLLM server: it describes the model, loads LoRA adapters, and lets CPU builds update weights.
 
-vLLM finds `register` through the entry point group `vllm.general_plugins` (setup.cfg), and `WeightReport` through
-`--worker-extension-cls`, which `dash_trl serve` passes. The trainer calls the methods of `WeightReport` over HTTP.
+vLLM finds `register` through the entry point group `vllm.general_plugins` (setup.cfg), and `WorkerMethods` through
+`--worker-extension-cls`, which `dash_trl serve` passes. The trainer calls the methods of `WorkerMethods` over HTTP.
 """
 
 from typing import Any
 
 import torch
 
-from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
-
-WORKER_EXTENSION = f"{__name__}.WeightReport"
+WORKER_EXTENSION = f"{__name__}.WorkerMethods"
 # Our adapter's name in requests, and its id in the workers. A server numbers adapters from 1, in the order in which
 # requests first name them; ours is the first.
 ADAPTER = "dash_trl_adapter"
@@ -51,44 +49,19 @@ def register() -> None:
         utils.dispatch_cpu_unquantized_gemm = plain_linear
 
 
-class WeightReport:
+class WorkerMethods:
     """Mixin for vLLM's worker class. The names of its methods begin with `dash`, so they override no method."""
 
-    def dash_load_adapter(self: Any, path: str) -> str:
-        """Load a LoRA adapter in place of the last one.
-
-        Args:
-            path: folder with the adapter in PEFT's format.
-
-        Returns:
-            Hexadecimal checksum of A and B · scaling, as this worker holds them.
-        """
+    def dash_load_adapter(self: Any, path: str) -> None:
+        """Load a LoRA adapter, whose folder has PEFT's format, in place of the last one."""
         from vllm.lora.request import LoRARequest
 
         self.add_lora(LoRARequest(ADAPTER, ADAPTER_ID, path, load_inplace=True))
-        layers = self.model_runner.lora_manager._adapter_manager.get_adapter(ADAPTER_ID).loras.values()
-        sides = [side for layer in layers for side in (layer.lora_a, layer.lora_b)]
-        # A layer that vLLM fused from several layers has a list, with an entry for each: a matrix or None.
-        held = [matrix for side in sides for matrix in (side if isinstance(side, list | tuple) else [side])]
-        return f"{weights_checksum(matrix for matrix in held if matrix is not None):x}"
 
-    def dash_weight_report(self: Any) -> dict[str, Any]:
-        """Report the weights of this worker: `checksums` (tensor name → hexadecimal checksum), `dtype`, `shape` (see
-        `model_shape`) and `comparable` (whether a trainer can compute the same checksums).
-        """
+    def dash_model(self: Any) -> dict[str, Any]:
+        """Return the model's `dtype` and `shape` (see `model_shape`)."""
         config = self.vllm_config.model_config
-        heads = config.get_total_num_kv_heads()
-        return {
-            # vLLM keeps some weights in float32, such as A of the gated delta rule. They were sent in `config.dtype`.
-            "checksums": {
-                name: f"{tensor_checksum(value.to(config.dtype)):x}"
-                for name, value in self.get_model().named_parameters()
-            },
-            "dtype": str(config.dtype).removeprefix("torch."),
-            "shape": model_shape(config.hf_config),
-            # A trainer cannot compute the checksum of quantised weights, or of KV heads copied to several workers.
-            "comparable": config.quantization is None and self.parallel_config.tensor_parallel_size <= heads,
-        }
+        return {"dtype": str(config.dtype).removeprefix("torch."), "shape": model_shape(config.hf_config)}
 
 
 def model_shape(config: Any) -> dict[str, Any]:

@@ -1,15 +1,10 @@
-"""Sends weights by files, which every server loads in place, and compares checksums.
-
-The version that a server reports is only a tag, so every weight sync compares the checksum of the weights that the
-server's workers hold with the trainer's. The workers may still compute with a second copy that was not updated, so the
-first weight sync of a run also checks log-probs (`proof.py`).
+"""Sends weights by files, which every server loads in place. The version that a server reports is a tag of ours.
 
 If only a LoRA adapter is trained, it may be sent alone: it is small, and no merged weight is rounded. Every request
-then names it, and vLLM adds B·A·x to the outputs of the base model, which must have the trainer's checksum.
+then names it, and vLLM adds B·A·x to the outputs of the base model.
 """
 
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -24,8 +19,8 @@ import psutil
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
-from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
@@ -46,17 +41,17 @@ UNSERVED = (
     "alpha_pattern",
     "layer_replication",
     "target_parameters",
-    "trainable_token_indices",
     "lora_bias",
     "fan_in_fan_out",
     "alora_invocation_tokens",
     "use_qalora",
     "arrow_config",
 )
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # how the names of initialisations that change the base model begin
 
 
 class WeightMismatch(RuntimeError):
-    """Raised if a server holds other weights than it was given, or computes with other weights."""
+    """Raised if a server computes with other weights than it was given."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +60,23 @@ class Snapshot:
 
     Attributes:
         tag: name of the version, unique over all runs. A server stores it after it has loaded the weights.
-        path: folder with the files; empty if no files were written.
+        path: folder with the files.
     """
 
     version: int
     tag: str
-    checksum: int
-    path: str = ""
+    path: str
 
     def is_of_run(self, tag: str) -> bool:
         """Return whether the run of this version, on any of its ranks, has sent the version with a tag."""
         return tag.rpartition("-")[0] == self.tag.rpartition("-")[0]
 
-    def verify(self, checksum: int | None, url: str) -> None:
-        """Raise a `WeightMismatch` if a server reports another checksum; None cannot be compared."""
-        if checksum not in (None, self.checksum):
-            raise WeightMismatch(
-                f"{url} was given the weights of version {self.version} (checksum {self.checksum:x}) but holds others "
-                f"({checksum:x}). It would not sample from the current policy. Does another run use the same "
-                "server? On a CPU build of vLLM, is dash_trl with its plugin installed in the server's environment?"
-            )
+    def follows_another_run(self, tag: str) -> bool:
+        """Return whether another run has given a server, which reports a tag, its weights after this run's.
+
+        Before the first version, a server may hold weights of an earlier run. After a restart, the tag is "default".
+        """
+        return self.version > 1 and tag != "default" and not self.is_of_run(tag)
 
 
 @dataclass(eq=False)
@@ -113,18 +105,17 @@ class FileWeights:
         older = list(self.run.iterdir())
         folder = self.run / f"version-{version}"
         folder.mkdir()
-        checksum = self._fill(folder, parameters) % MODULUS
+        self._fill(folder, parameters)
         for other in older:
             shutil.rmtree(other, ignore_errors=True)
-        return Snapshot(version, f"{self.run.name}-{version}", checksum, str(folder))
+        return Snapshot(version, f"{self.run.name}-{version}", str(folder))
 
-    def _fill(self, folder: Path, parameters: NamedTensors) -> int:
-        """Write a version's files, and return the checksum that servers have to report."""
+    def _fill(self, folder: Path, parameters: NamedTensors) -> None:
+        """Write a version's files."""
         shard: dict[str, Tensor] = {}
-        size = checksum = 0
+        size = 0
         for name, tensor in parameters:
             tensor = tensor.detach().to(self.dtype)
-            checksum += tensor_checksum(tensor)
             shard[name] = tensor.cpu().contiguous().clone()  # a copy: gathering the next parameter frees this one
             size += tensor.nbytes
             if size >= SHARD_BYTES:
@@ -132,7 +123,6 @@ class FileWeights:
                 shard = {}
                 size = 0
         _save(shard, folder)
-        return checksum
 
     def _begin(self) -> None:
         """Remove the folders of killed runs, and create this run's folder."""
@@ -148,8 +138,7 @@ class FileWeights:
         Comparing the tags is enough, because the tag is set only after loading, and a restart of the server resets it.
         """
         tag = await server.weight_tag()
-        # Before the first version, a server may hold weights of an earlier run. After a restart, the tag is "default".
-        if snapshot.version > 1 and tag != "default" and not snapshot.is_of_run(tag):
+        if snapshot.follows_another_run(tag):
             logger.warning(
                 f"{server.url} was given weights by another run (version {tag!r}) after this run's. In the meantime it "
                 "may have sampled rows of this run from the other run's policy. Give each run, and each evaluation "
@@ -162,8 +151,8 @@ class FileWeights:
         return snapshot.version
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot, held: str) -> None:
-        """Let a server load a version in place of the version with the tag `held`, and verify the result."""
-        snapshot.verify(await server.load_weights(snapshot.path, snapshot.tag), server.url)
+        """Let a server load a version in place of the version with the tag `held`."""
+        await server.load_weights(snapshot.path, snapshot.tag)
 
 
 def _save(shard: dict[str, Tensor], directory: Path) -> None:
@@ -173,38 +162,23 @@ def _save(shard: dict[str, Tensor], directory: Path) -> None:
 
 @dataclass(eq=False)
 class AdapterWeights(FileWeights):
-    """Sends only a LoRA adapter, by file; see `FileWeights`.
-
-    Attributes:
-        base: checksum of the base model's weights, in `dtype`.
-    """
+    """Sends only a LoRA adapter, by file; see `FileWeights`."""
 
     adapter: Any
-    base: int
 
-    def _fill(self, folder: Path, parameters: NamedTensors) -> int:
-        rank = self.adapter.r
-        scaling = self.adapter.lora_alpha / (math.sqrt(rank) if self.adapter.use_rslora else rank)  # of B·A
-        matrices: dict[str, Tensor] = {}
-        checksum = 0
-        for name, tensor in parameters:
-            matrices[name] = matrix = tensor.detach().to(self.dtype).cpu().contiguous().clone()
-            checksum += tensor_checksum(matrix * scaling if ".lora_B." in name else matrix)
+    def _fill(self, folder: Path, parameters: NamedTensors) -> None:
+        matrices = {name: tensor.detach().to(self.dtype).cpu().contiguous().clone() for name, tensor in parameters}
         save_file(matrices, folder / "adapter_model.safetensors")
         # Without modules: the names of the matrices show vLLM which modules the adapter changes.
         replace(self.adapter, target_modules=[]).save_pretrained(folder)
-        return checksum
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot, held: str) -> None:
-        if not snapshot.is_of_run(held):  # a first load, a restart, or weights of another run
-            base = await server.weight_checksum()
-            if base not in (None, self.base):
-                raise WeightMismatch(
-                    f"{server.url} holds another base model (checksum {base:x}) than the trainer's ({self.base:x}). "
-                    "Does another run use the same server? Restart the server from the checkpoint from which the "
-                    "training started, in the trainer's dtype."
-                )
-        snapshot.verify(await server.load_adapter(snapshot.path, snapshot.tag), server.url)
+        if snapshot.follows_another_run(held):
+            raise WeightMismatch(
+                f"{server.url} was given weights by another run (version {held!r}), so its base model may be another "
+                "than this run's, which sends its adapter alone. Restart the server, and give each run its own."
+            )
+        await server.load_adapter(snapshot.path, snapshot.tag)
 
 
 def obstacle(model: Any, most: int) -> str | None:
@@ -218,6 +192,8 @@ def obstacle(model: Any, most: int) -> str | None:
     adapter = model.peft_config[TRAINED]
     if adapter.peft_type != "LORA":
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
+    if str(adapter.init_lora_weights)[:5] in CHANGES_BASE:
+        return f"init_lora_weights={adapter.init_lora_weights!r} has changed its base model"
     if getattr(model.get_base_model(), "hf_quantizer", None):
         return "the weights of its base model are quantised here"
     if given := [name for name in UNSERVED if getattr(adapter, name, None) not in (None, "none", False, [], {})]:
@@ -233,3 +209,22 @@ def obstacle(model: Any, most: int) -> str | None:
             f"`dash_trl serve {model.config.name_or_path} --enable-lora --max-lora-rank {room}`"
         )
     return None
+
+
+def weights_version(parameters: Iterable[Tensor]) -> list[int]:
+    """Compute a value that shows whether any weights have changed since an earlier call.
+
+    PyTorch's version counters miss changes of `parameter.data`, so this adds up the bits of each tensor as 8-byte
+    integers.
+
+    Args:
+        parameters: all parameters of the model; of sharded parameters, this rank's shards count.
+    """
+    sums = []
+    for one in parameters:
+        share = getattr(one, "ds_tensor", one).detach()  # under ZeRO-3, the parameter itself is empty
+        share = share.to_local() if hasattr(share, "to_local") else share
+        raw = share.flatten().view(torch.uint8)
+        padded = pad(raw, (0, -len(raw) % 8))  # a copy, which begins at a multiple of 8 bytes
+        sums.append(padded.view(torch.int64).sum())
+    return torch.stack([one.to(sums[0].device) for one in sums]).tolist()

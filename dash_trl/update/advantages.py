@@ -102,31 +102,11 @@ def single_path(rewards: Tensor) -> Tensor:
     return _from_mean(rewards.view(1, -1)).nan_to_num().view_as(rewards)
 
 
-def reinforce_plus_plus(rewards: Tensor) -> Tensor:
-    """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
-
-    Deviation: all rows have the same weight; verl weights each row by its number of tokens.
-    """
-    return (single_path(rewards) / _divisor(rewards.view(1, -1))).nan_to_num()
-
-
-def reinforce_plus_plus_baseline(rewards: Tensor) -> Tensor:
-    """A_i = c_i / (σ(c) + 1e-4) with c_i = r_i − mean_group r ("REINFORCE++ w/ baseline", arXiv 2501.03262).
-
-    σ(c) is over all N rows; `group_advantages` with `scale_rewards="batch"` divides by σ(r). Deviation: verl computes
-    the mean and σ of c over tokens, and subtracts this mean, so a group of equal rewards has advantages other than 0.
-    """
-    centred = _from_mean(rewards)
-    return (centred / _divisor(centred.view(1, -1))).nan_to_num()
-
-
 ESTIMATORS.update(
     # The outcome form of "grpo" is `group_advantages`, which also takes TRL's options.
     grpo=Estimator(per_group=True),
     rloo=Estimator(rloo, per_group=True),
     single_path=Estimator(single_path),
-    reinforce_plus_plus=Estimator(reinforce_plus_plus),
-    reinforce_plus_plus_baseline=Estimator(reinforce_plus_plus_baseline),
     grpo_passk=Estimator(grpo_passk, per_group=True),
 )
 
