@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the names below, for type checkers
     from dash_trl.sampling.vllm import Completion, ServerGone
     from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
     from dash_trl.sampling.weights import (
+        CHANGES_BASE,
         WEIGHT_DIR,
         AdapterWeights,
         FileWeights,

@@ -5,10 +5,7 @@ In training::
     gather ──► FileWeights ──► servers load the files      in every weight sync
     perturbed weights, then plain weights ──► compare log-probs      in the first weight sync
 
-An evaluation gives one checkpoint to all servers (`load_checkpoint`)::
-
-    checkpoint ──► do the servers have its checksum? ── yes ──► compare log-probs
-                                                     └─ no ───► `WeightSync`, as in training
+An evaluation gives one checkpoint to all servers (`load_checkpoint`), as the first weight sync does.
 """
 
 from collections.abc import Callable
@@ -152,15 +149,15 @@ class WeightSync:
 
 
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:
-    """Make all servers sample from a model, and check each server again after a restart.
+    """Make all servers sample from a model. A server that restarts gets the weights again.
 
     Args:
         model: the model on any device, in the servers' dtype (`check_servers`).
         vocabulary: number of token ids of the tokenizer.
-        weight_dir: folder for weights that a server does not hold yet; servers see it under the same path.
+        weight_dir: folder for the weights; servers see it under the same path.
 
     Raises:
-        WeightMismatch: if a server holds other weights, or computes with other weights.
+        WeightMismatch: if a server computes with other weights.
         PoolError: if a server did not load the weights.
     """
     weights = FileWeights(weight_dir, next(model.parameters()).dtype)
