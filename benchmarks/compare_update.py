@@ -18,7 +18,7 @@ from typing import Any
 import harness
 import torch
 from transformers import HfArgumentParser
-from trl import GRPOTrainer, ModelConfig, get_peft_config
+from trl import GRPOTrainer, ModelConfig, get_peft_config, get_quantization_config
 
 from dash_trl import DASHTrainer
 from dash_trl.config import computes_bf16
@@ -61,7 +61,13 @@ def make_step(kind: type[GRPOTrainer], model: ModelConfig, script: harness.Scrip
         "logging_strategy": "steps",
         "logging_steps": 1,
         "bf16": bf16,
-        "model_init_kwargs": {"dtype": model.dtype, "attn_implementation": model.attn_implementation},
+        "trust_remote_code": model.trust_remote_code,
+        "model_init_kwargs": {
+            "revision": model.model_revision,
+            "dtype": model.dtype,
+            "attn_implementation": model.attn_implementation,
+            "quantization_config": get_quantization_config(model),
+        },
     }
     others = {"processing_class": None, "peft_config": adapter, "callbacks": [step]}
     trainer = harness.scripted_trainer(kind, model.model_name_or_path, script, settings, **others)

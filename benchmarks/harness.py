@@ -135,8 +135,10 @@ class Clock(TrainerCallback):
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of a gradient, relative to the largest gradient of `one`. A missing one is 0."""
-    largest = max(gradient.abs().max().item() for gradient in one.values())
-    return max((gradient - other.get(name, 0)).abs().max().item() for name, gradient in one.items()) / largest
+    zero = torch.zeros(1)
+    pairs = [(one.get(name, zero), other.get(name, zero)) for name in {**one, **other}]
+    largest = torch.stack([first.abs().max() for first, _ in pairs]).max()  # NaN, if any is
+    return (torch.stack([(first - second).abs().max() for first, second in pairs]).max() / largest).item()
 
 
 def against_trl(clocks: Mapping[str, Clock], *, skipped: int = 1) -> dict[str, float]:

@@ -26,8 +26,9 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from dash_trl.sampling import ServerGeneration, ServerPool, key_header
+from dash_trl.sampling import ServerGeneration, ServerPool
 from dash_trl.serve import vllm_servers
+from dash_trl.server_key import key_header
 from dash_trl.toy import arithmetic_dataset, toy_model
 
 TOKENS = 64

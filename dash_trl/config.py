@@ -13,7 +13,7 @@ import torch
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
-from dash_trl.sampling import check_urls
+from dash_trl.server_key import check_urls
 from dash_trl.update import ESTIMATORS, OFF_POLICY_LOSSES, registered
 
 logger = logging.getLogger(__name__)

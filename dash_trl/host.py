@@ -64,14 +64,10 @@ def on_servers(host: Host) -> bool:
     return host.args.names_servers and host.rollout_func is None
 
 
-def one_ahead(host: Host) -> bool:
-    """Whether this process samples the next window while it waits for rewards (`async_level=1` without servers)."""
-    return host.args.async_level > 0 and not on_servers(host)
-
-
 def rows_come_early(host: Host) -> bool:
     """Whether a window's rows are sampled one after the other, or before training needs the window.
 
-    Servers return each group when it is done, even with `async_level=0`.
+    Servers return each group when it is done, even with `async_level=0`. Without servers, with `async_level=1`, this
+    process samples the next window while it waits for rewards.
     """
-    return on_servers(host) or one_ahead(host)
+    return on_servers(host) or host.args.async_level > 0

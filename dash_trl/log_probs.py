@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.models.utils import disable_gradient_checkpointing
 
-from dash_trl.host import Host, one_ahead
+from dash_trl.host import Host
 from dash_trl.micro_batches import Inputs, MicroBatches
 from dash_trl.monitoring import corrected_share, sampler_metrics
 from dash_trl.rollout import COMPLETION, LOG_PROB_FIELDS, LOSS, PROMPT, Part, RolloutBatch
@@ -44,7 +44,7 @@ def loss_settings(host: Host, *, training: bool) -> dict[str, Any]:
     settings = OFF_POLICY_LOSSES.get(loss_type, {})
     if not training:
         return {**settings, "vllm_importance_sampling_correction": False} if settings else {}
-    return settings | ({"use_vllm": True} if loss_type == "decoupled_ppo" or one_ahead(host) else {})
+    return settings | ({"use_vllm": True} if loss_type == "decoupled_ppo" or host.args.async_level else {})
 
 
 class LogProbRules:

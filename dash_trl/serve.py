@@ -35,8 +35,9 @@ from pathlib import Path
 import torch
 from accelerate.utils import is_port_in_use
 
-from dash_trl.sampling import API_KEY, MIDDLEWARE, WORKER_EXTENSION, key_file, key_header, own_key
+from dash_trl.server_key import API_KEY, MIDDLEWARE, key_file, key_header, own_key
 from dash_trl.toy import toy_model
+from dash_trl.vllm_plugin import WORKER_EXTENSION
 from dash_trl.workers import Command
 
 HOST = "127.0.0.1"

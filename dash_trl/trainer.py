@@ -29,7 +29,7 @@ from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
-from dash_trl.host import on_servers, one_ahead
+from dash_trl.host import on_servers
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
 from dash_trl.multimodal import freeze_towers, is_multimodal, without_towers
@@ -122,7 +122,7 @@ class DASHTrainer(GRPOTrainer):
             if on_servers(self):
                 checks.check_called(type(self), DASHTrainer, ["_generate_single_turn"])
         elif self.rollout_func is None:
-            checks.check_generate(self.model, self.generation_config, exact=one_ahead(self))
+            checks.check_generate(self.model, self.generation_config, exact=args.async_level > 0)
             ends = self.generation_config.eos_token_id  # of generation_kwargs, which TRL's masks do not know
             self.eos_token_ids = [ends] if isinstance(ends, int) else ends or self.eos_token_ids
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)

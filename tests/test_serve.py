@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from dash_trl import serve
-from dash_trl.sampling import key_header
+from dash_trl.server_key import key_header
 from tests.tiny import refusal, refused
 from tests.vllm_run import wait_until
 

@@ -54,8 +54,8 @@ def test_what_a_notebook_imports_first_is_light():
 
 
 def test_what_vllm_and_workers_load_is_light():
-    modules = [f"dash_trl.sampling.{name}" for name in ("vllm_plugin", "health", "key", "vllm")]
-    assert heavy_imports(["dash_trl.data", *modules]) == ["dash_trl.data", *modules[:-1], f"{modules[-1]} aiohttp"]
+    modules = ["dash_trl.data", "dash_trl.vllm_plugin", "dash_trl.server_key"]
+    assert heavy_imports(modules) == modules
 
 
 def module_of(path: Path) -> str:
@@ -124,7 +124,7 @@ def test_pure_modules_use_neither_trl_nor_vllm():
 
 
 def test_names_that_are_imported_lazily_are_those_for_type_checkers():
-    for package in map(import_module, ("dash_trl", "dash_trl.rewards", "dash_trl.sampling")):
+    for package in map(import_module, ("dash_trl", "dash_trl.rewards")):
         names = {name for _, name in imports(package.__name__)} - {"lazy", "installed", "refuse_other_trl"}
         assert names == {*dir(package)} and all(hasattr(package, name) for name in names)
 

@@ -32,8 +32,9 @@ from transformers import (
 )
 
 from dash_trl.evaluation import main, open_sampler
-from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header
+from dash_trl.sampling import ServerGeneration, WeightMismatch
 from dash_trl.serve import free_ports, visible_gpus
+from dash_trl.server_key import key_header
 from dash_trl.toy import arithmetic_dataset
 from dash_trl.workers import Command
 from tests.launching import ROOT

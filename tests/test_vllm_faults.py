@@ -23,10 +23,9 @@ from dash_trl.sampling import (
     ServerGone,
     ServerPool,
     WeightMismatch,
-    check_urls,
     install,
-    own_key,
 )
+from dash_trl.server_key import check_urls, own_key
 from tests.fake_server import Clock, Fake, factory, is_idle, pool_of, sampler_of, settle
 from tests.tiny import load, refused, said
 from tests.vllm_run import wait_until

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dash_trl.sampling import (
     AdapterWeights,
@@ -25,7 +25,7 @@ from dash_trl.sampling import (
     weights_version,
 )
 from tests.fake_server import Fake, factory
-from tests.models import SIZES
+from tests.models import EXPERTS, SIZES
 from tests.tiny import refused
 
 fakes = factory(Fake)
@@ -102,14 +102,14 @@ def test_a_server_whose_base_model_may_be_another_run_s_ends_the_run(tmp_path, f
     adapter = AdapterWeights(tmp_path, torch.float32, LoraConfig(r=8))
     fake = fakes()
     pool = ServerPool([fake.url])
-    first = adapter.write([], 1)
-    fake.tag = "another-1"  # of an earlier run: the comparison of log-probs follows
-    pool.ask_all(partial(adapter.refit, first))
-    fake.tag = "default"  # it was restarted
-    refit = partial(adapter.refit, adapter.write([], 2))
-    pool.ask_all(refit)
-    fake.tag = "another-1"
-    refused(f"{fake.url} was given weights by another run", pool.ask_all, refit, error=WeightMismatch)
+    for version in (1, 2):
+        refit = partial(adapter.refit, adapter.write([], version))
+        fake.tag = "adapter-another-1"  # with the same base model
+        pool.ask_all(refit)
+        fake.tag = "default"  # it was restarted
+        pool.ask_all(refit)
+        fake.tag = FileWeights(tmp_path, torch.float32).write([], 1).tag
+        refused(f"{fake.url} was given a whole model by another run", pool.ask_all, refit, error=WeightMismatch)
 
 
 def killed_run(directory: Path) -> None:
@@ -176,6 +176,18 @@ def test_scaled_outputs_are_scaled_weights():
         assert not any("norm" in name for name in changed)
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_scaled_outputs_of_experts_are_scaled_weights(family):
+    torch.manual_seed(0)
+    sizes = SIZES | EXPERTS | {"num_local_experts": 4, "initializer_range": 0.5}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    changed = changed_by(model, ScaledLayers(model))
+    assert {name for name, _ in model.named_parameters() if "experts.down_proj" in name} <= changed
+
+
 def test_shifted_outputs_are_shifted_matrices():
     adapted = get_peft_model(qwen2(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     names = {name for name, _ in adapted.named_parameters() if "lora_B" in name}
@@ -193,6 +205,7 @@ ADAPTERS = [
     ({}, 0, "--enable-lora --max-lora-rank 8"),
     ({"use_dora": True}, ROOM, "use_dora"),
     ({"init_lora_weights": "pissa"}, ROOM, "init_lora_weights='pissa' has changed its base model"),
+    ({"init_lora_weights": "OLoRA"}, ROOM, "init_lora_weights='OLoRA' has changed its base model"),
     ({"bias": "lora_only"}, ROOM, "an adapter with bias"),
     ({"modules_to_save": ["lm_head"]}, ROOM, "modules_to_save"),
 ]

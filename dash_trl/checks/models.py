@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 from dash_trl.config import DASHConfig
 from dash_trl.multimodal import class_of
-from dash_trl.sampling import CHANGES_BASE
+from dash_trl.sampling import changes_base
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
             f"peft_config={type(adapter).__name__}: virtual tokens cannot be trained here. Padding lies between them "
             "and the prompt, so the width of a pass would change its result. Use another adapter, such as LoraConfig."
         )
-    init = str(getattr(adapter, "init_lora_weights", ""))
+    init = getattr(adapter, "init_lora_weights", None)
     bias = getattr(adapter, "bias", "none")
     beta = getattr(args, "beta", 0)
     best = args.load_best_model_at_end
-    if beta and (init[:5] in CHANGES_BASE or bias != "none" or given is not default) or others and (beta or best):
+    if beta and (changes_base(adapter) or bias != "none" or given is not default) or others and (beta or best):
         raise ValueError(
             f"A beta above 0 needs a reference (beta={beta}): the base model or a copy of the model's own adapter "
             f"'default'; load_best_model_at_end={best} loads no other adapter. This adapter has "

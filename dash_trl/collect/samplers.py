@@ -20,7 +20,7 @@ from torch import Tensor
 from dash_trl.collect.decode import Prompts, Sampled, to_rollouts
 from dash_trl.collect.scoring import Rewards
 from dash_trl.collect.turns import Rounds
-from dash_trl.host import Host, on_servers, one_ahead
+from dash_trl.host import Host, on_servers
 from dash_trl.log_probs import LogProbs
 from dash_trl.rollout import joined
 from dash_trl.sampling import URGENT
@@ -165,7 +165,7 @@ class InProcess(Sampler):
                     rows = self._new_rows(one)
                     Rounds(self._host, self._conversations).sample(rows)
                     sampled = self._of_turns(self._conversations, rows, versions)
-            if sampled.log_probs is None and one_ahead(self._host):
+            if sampled.log_probs is None and self._host.args.async_level:
                 rollouts = to_rollouts(sampled, [], group=versions[:, 0], pad_token_id=self._tokenizer.pad_token_id)
                 sampled = replace(sampled, log_probs=self._log_probs.of_policy(rollouts))
             self._rewards.start(one, 0, sampled)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas
 
 CORRECT_ABOVE = 0.5  # a completion is correct if its reward is greater than this, the middle of a 0/1 reward
 LEVEL = 0.95  # confidence level of an interval
@@ -127,9 +128,7 @@ def table(models: Mapping[str, Mapping[str, Any]]) -> str:
         }
         for name, figures in models.items()
     ]
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    return pandas.DataFrame(rows).to_string(index=False)
 
 
 def _in_percent(estimate: Sequence[Any], sign: str = "") -> str:

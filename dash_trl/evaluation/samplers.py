@@ -214,9 +214,9 @@ class LocalSampler(Sampler):
 class ServerSampler(Sampler):
     """Samples from vLLM servers, by one request per prompt. A failed request is repeated on another server.
 
-    The servers of the pool have models of the checkpoint's shape, and get and keep its weights; with `weight_dir=None`,
-    they have them. For errors, see `check_servers` and `load_checkpoint`. `seed` has no effect: timing decides which
-    requests share a batch, which changes the last bits of the logits.
+    The servers of the pool have models of the checkpoint's shape, and get and keep its weights (`load_checkpoint`). For
+    errors, see there and `check_servers`. `seed` has no effect: timing decides which requests share a batch, which
+    changes the last bits of the logits.
     """
 
     def __init__(self, checkpoint: Checkpoint, pool: ServerPool, weight_dir: str | Path | None):
@@ -224,8 +224,7 @@ class ServerSampler(Sampler):
         model = model.merge_and_unload() if checkpoint.is_adapter else model
         super().__init__(checkpoint.tokenizer, model.generation_config)
         self.pool = pool
-        if weight_dir is not None:
-            load_checkpoint(pool, model, len(self.tokenizer), weight_dir)
+        load_checkpoint(pool, model, len(self.tokenizer), weight_dir)
 
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int

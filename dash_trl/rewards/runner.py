@@ -14,6 +14,7 @@ import importlib.util
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -136,22 +137,19 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         self._open.update(self._closes)
         lane = kind, limit
         if lane not in self._backends:
-            self._backends[lane] = self._make(kind, limit)
+            share = max(1, self._max_concurrency // self.ranks)
+            share = min(share, limit or share)
+            rate = self._rate_limit and self._rate_limit / self.ranks
+            settings = {"rate_limit": rate, **self._retries}
+            functions = [one.score for one in self.own]
+            makers: dict[str, Callable[..., Backend]] = {
+                "thread": partial(ThreadCalls, share),
+                "asyncio": partial(AsyncCalls, share),
+                "process": partial(ProcessCalls, functions, min(share, default_workers())),
+                "ray": partial(RayCalls, functions, share),
+            }
+            self._backends[lane] = makers[kind](**settings)
         return self._backends[lane]
-
-    def _make(self, kind: str, limit: int | None) -> Backend:
-        share = max(1, self._max_concurrency // self.ranks)
-        share = min(share, limit or share)
-        rate = self._rate_limit and self._rate_limit / self.ranks
-        settings = {"rate_limit": rate, **self._retries}
-        if kind == "thread":
-            return ThreadCalls(share, **settings)
-        if kind == "asyncio":
-            return AsyncCalls(share, **settings)
-        functions = [one.score for one in self.own]
-        if kind == "process":
-            return ProcessCalls(functions, min(share, default_workers()), **settings)
-        return RayCalls(functions, share, **settings)
 
 
 def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], object], None]) -> None:

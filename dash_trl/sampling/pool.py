@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import aiohttp
 
 from dash_trl.sampling.health import PROBE_EVERY, URGENT, Fleet, Job, State
-from dash_trl.sampling.key import check_urls
 from dash_trl.sampling.vllm import Completion, Options, ServerError, ServerGone, VLLMServer
+from dash_trl.server_key import check_urls
 from dash_trl.workers import EventLoop, Work, together
 
 logger = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 No other check can replace this one: a server may hold the right numbers, and compute with a copy that it does not
 update, or with numbers in other places, as vLLM's experts do on a CPU. The first weight sync of a run sends perturbed
-weights, and compares the servers' log-probs with the trainer's under the same change: a factor for linear layers and
-embeddings. If an adapter is sent alone, a constant is added to its B matrices instead, because a new adapter's B
-matrices are zero.
+weights, and compares the servers' log-probs with the trainer's under the same change: a factor for linear layers,
+experts and embeddings, whose weights vLLM may convert when it loads them. If an adapter is sent alone, a constant is
+added to its B matrices instead, because a new adapter's B matrices are zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from trl.trainer.utils import selective_log_softmax
 
 from dash_trl.sampling.weights import NamedTensors, WeightMismatch
 from dash_trl.update import evaluating
@@ -28,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 @dataclass(frozen=True)
 class ScaledLayers:
-    """The perturbation of full weights: linear layers and embeddings are scaled by `PERTURBATION`.
+    """The perturbation of full weights: linear layers, embeddings, and what experts put out, scaled by `PERTURBATION`.
 
     Attributes:
         plain_name: maps a name in `model.named_parameters()` to its name on the servers.
@@ -42,8 +43,7 @@ class ScaledLayers:
         names = {
             self.plain_name(f"{prefix}.{name}")
             for prefix, module in self.model.named_modules()
-            if isinstance(module, nn.Linear | nn.Embedding)
-            for name in ("weight", "bias")
+            for name in scaled_by(module)
         }
         for name, tensor in parameters:
             yield name, tensor * PERTURBATION if name in names else tensor
@@ -56,7 +56,7 @@ class ScaledLayers:
         modules = [
             module
             for name, module in self.model.named_modules()
-            if (isinstance(module, nn.Linear | nn.Embedding) or is_adapter(module)) and not name.startswith(adapters)
+            if (scaled_by(module) or is_adapter(module)) and not name.startswith(adapters)
         ]
         return _hooked(modules, _scale)
 
@@ -92,6 +92,14 @@ def _hooked(
         yield
 
 
+def scaled_by(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of those parameters of a module itself that its output is proportional to."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return "weight", "bias"
+    # The experts of a layer, whose weights are stacked.
+    return ("down_proj", "down_proj_bias") if "down_proj" in dict(module.named_parameters(recurse=False)) else ()
+
+
 def is_adapter(module: object) -> bool:
     """Return whether a module is a layer that PEFT adapts."""
     return hasattr(module, "get_base_layer")  # of PEFT's `BaseTunerLayer`
@@ -110,7 +118,7 @@ def model_log_probs(model: nn.Module, ids: list[int]) -> Tensor:
     row = torch.tensor([ids], device=next(model.parameters()).device)
     with evaluating(model):
         logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits
-    return logits[0, :-1].float().log_softmax(dim=-1).gather(1, row[0, 1:, None]).squeeze(1).cpu()
+    return selective_log_softmax(logits[0, :-1].float(), row[0, 1:]).cpu()
 
 
 def check_probe(expected: Tensor, served: dict[str, list[float]], dtypes: Iterable[torch.dtype]) -> None:

@@ -5,7 +5,7 @@ In training::
     gather ──► FileWeights ──► servers load the files      in every weight sync
     perturbed weights, then plain weights ──► compare log-probs      in the first weight sync
 
-An evaluation gives one checkpoint to all servers (`load_checkpoint`), as the first weight sync does.
+An evaluation gives one checkpoint to all servers, as the first weight sync does, or only compares (`load_checkpoint`).
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from dash_trl.distributed import Ranks
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import PROBE_TOKENS, ScaledLayers, check_probe, model_log_probs
 from dash_trl.sampling.vllm import ServedModel, ServerError, VLLMServer
-from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights import FileWeights, NamedTensors
+from dash_trl.vllm_plugin import model_shape
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -148,19 +148,23 @@ class WeightSync:
         return {url: error for url, error in errors.items() if error is not None}
 
 
-def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:
+def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path | None) -> None:
     """Make all servers sample from a model. A server that restarts gets the weights again.
 
     Args:
         model: the model on any device, in the servers' dtype (`check_servers`).
         vocabulary: number of token ids of the tokenizer.
-        weight_dir: folder for the weights; servers see it under the same path.
+        weight_dir: folder for the weights; servers see it under the same path. `None`: they have been started with the
+            model, so their log-probs are only compared.
 
     Raises:
         WeightMismatch: if a server computes with other weights.
         PoolError: if a server did not load the weights.
     """
-    weights = FileWeights(weight_dir, next(model.parameters()).dtype)
+    weights = FileWeights(weight_dir or "", next(model.parameters()).dtype)
     gather = model.named_parameters
     sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, gather, ScaledLayers(model))
-    sync.send()
+    if weight_dir is None:
+        sync.check(model_log_probs(model, sync.probe))
+    else:
+        sync.send()

@@ -33,7 +33,6 @@ from dash_trl.sampling.weights import (
     FileWeights,
     NamedTensors,
     obstacle,
-    weights_version,
 )
 from dash_trl.update import NO_LOG_PROB
 
@@ -194,9 +193,8 @@ class ServerGeneration(ExactMerges):
             perturbation = ScaledLayers(self.model, self._plain_name)
         else:
             self.pool.use_adapter()
-            self._base = self._base_version()
             weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[TRAINED])
-            gather = self._gather_adapter
+            gather = self._adapter_parameters
             perturbation = ShiftedAdapter(self.model)
         return WeightSync(
             self.pool,
@@ -227,24 +225,12 @@ class ServerGeneration(ExactMerges):
             )
         return served
 
-    def _gather_adapter(self) -> NamedTensors:
-        """Iterate over the adapter's unsharded matrices."""
-        if self._base != self._base_version():
-            raise ValueError(
-                "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start "
-                "them without --enable-lora, so that they get the merged weights."
-            )
-        return self._adapter_parameters()
-
     def _adapter_parameters(self) -> NamedTensors:
         """Yield the adapter's unsharded matrices. This is a collective under ZeRO-3."""
         for name, parameter in self.model.named_parameters():
             if f".{TRAINED}." in name:
                 with self._dist.gather_params([parameter]):
                     yield name.replace(f".{TRAINED}.", "."), parameter.data
-
-    def _base_version(self) -> list[int]:
-        return weights_version(one for one in self.model.parameters() if not one.requires_grad)
 
     def _gather(self) -> NamedTensors:
         """Iterate over the unsharded, merged parameters."""

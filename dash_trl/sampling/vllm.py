@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import torch
 
-from dash_trl.sampling.key import API_KEY, key_file, key_header
-from dash_trl.sampling.vllm_plugin import ADAPTER
+from dash_trl.server_key import API_KEY, key_file, key_header
+from dash_trl.vllm_plugin import ADAPTER
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0

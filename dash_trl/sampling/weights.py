@@ -31,6 +31,7 @@ SHARD_BYTES = 4 << 30  # bytes at which a file is written; a weight sync takes a
 HERE = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').resolve().name.strip('pid:[]')}"
 NamedTensors = Iterable[tuple[str, Tensor]]
 
+UNTAGGED = "default"  # vLLM's tag of a server that has loaded no version
 TRAINED = "default"  # name of the adapter that TRL trains
 # Options that an adapter's configuration must not set: vLLM refuses them or computes something else.
 UNSERVED = (
@@ -47,11 +48,11 @@ UNSERVED = (
     "use_qalora",
     "arrow_config",
 )
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # how the names of initialisations that change the base model begin
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_")  # so begin PEFT's names of initialisations that change it
 
 
 class WeightMismatch(RuntimeError):
-    """Raised if a server computes with other weights than it was given."""
+    """Raised if a server computes with other weights than it was given, or its base model may be another."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,14 @@ class Snapshot:
     """One version of the weights, as sent to the servers.
 
     Attributes:
-        tag: name of the version, unique over all runs. A server stores it after it has loaded the weights.
+        tag: name of the version, unique over all runs. It begins with `FileWeights.kind`, and ends with the version.
+            A server stores it after it has loaded the weights.
         path: folder with the files.
     """
 
     version: int
     tag: str
     path: str
-
-    def is_of_run(self, tag: str) -> bool:
-        """Return whether the run of this version, on any of its ranks, has sent the version with a tag."""
-        return tag.rpartition("-")[0] == self.tag.rpartition("-")[0]
-
-    def follows_another_run(self, tag: str) -> bool:
-        """Return whether another run has given a server, which reports a tag, its weights after this run's.
-
-        Before the first version, a server may hold weights of an earlier run. After a restart, the tag is "default".
-        """
-        return self.version > 1 and tag != "default" and not self.is_of_run(tag)
 
 
 @dataclass(eq=False)
@@ -90,10 +81,12 @@ class FileWeights:
         directory: folder that trainer and servers see under the same path; several runs may share it.
         dtype: dtype of the servers' weights, in which weights are sent.
         run: folder of this run, with a folder for each version.
+        kind: what the files contain.
     """
 
     directory: str | Path
     dtype: torch.dtype
+    kind = "model"
 
     def __post_init__(self) -> None:
         self.run = Path(self.directory).absolute() / f"{HERE}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -108,7 +101,7 @@ class FileWeights:
         self._fill(folder, parameters)
         for other in older:
             shutil.rmtree(other, ignore_errors=True)
-        return Snapshot(version, f"{self.run.name}-{version}", str(folder))
+        return Snapshot(version, f"{self.kind}-{self.run.name}-{version}", str(folder))
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> None:
         """Write a version's files."""
@@ -138,7 +131,9 @@ class FileWeights:
         Comparing the tags is enough, because the tag is set only after loading, and a restart of the server resets it.
         """
         tag = await server.weight_tag()
-        if snapshot.follows_another_run(tag):
+        of_run = tag.rpartition("-")[0] == snapshot.tag.rpartition("-")[0]  # of any rank
+        # Before the first version, a server may hold weights of an earlier run.
+        if snapshot.version > 1 and tag != UNTAGGED and not of_run:
             logger.warning(
                 f"{server.url} was given weights by another run (version {tag!r}) after this run's. In the meantime it "
                 "may have sampled rows of this run from the other run's policy. Give each run, and each evaluation "
@@ -165,6 +160,7 @@ class AdapterWeights(FileWeights):
     """Sends only a LoRA adapter, by file; see `FileWeights`."""
 
     adapter: Any
+    kind = "adapter"
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> None:
         matrices = {name: tensor.detach().to(self.dtype).cpu().contiguous().clone() for name, tensor in parameters}
@@ -173,12 +169,17 @@ class AdapterWeights(FileWeights):
         replace(self.adapter, target_modules=[]).save_pretrained(folder)
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot, held: str) -> None:
-        if snapshot.follows_another_run(held):
+        if held != UNTAGGED and not held.startswith(self.kind):
             raise WeightMismatch(
-                f"{server.url} was given weights by another run (version {held!r}), so its base model may be another "
-                "than this run's, which sends its adapter alone. Restart the server, and give each run its own."
+                f"{server.url} was given a whole model by another run (version {held!r}), so its base model may be "
+                "another than this run's, which sends its adapter alone. Restart the server, and give each run its own."
             )
         await server.load_adapter(snapshot.path, snapshot.tag)
+
+
+def changes_base(adapter: Any) -> bool:
+    """Return whether the initialisation of an adapter (its configuration, or `None`) has changed the base model."""
+    return str(getattr(adapter, "init_lora_weights", "")).lower().startswith(CHANGES_BASE)
 
 
 def obstacle(model: Any, most: int) -> str | None:
@@ -192,7 +193,7 @@ def obstacle(model: Any, most: int) -> str | None:
     adapter = model.peft_config[TRAINED]
     if adapter.peft_type != "LORA":
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
-    if str(adapter.init_lora_weights)[:5] in CHANGES_BASE:
+    if changes_base(adapter):
         return f"init_lora_weights={adapter.init_lora_weights!r} has changed its base model"
     if getattr(model.get_base_model(), "hf_quantizer", None):
         return "the weights of its base model are quantised here"
