@@ -12,8 +12,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import harness
 import torch
@@ -29,21 +28,11 @@ EXACT = 1e-5  # the largest difference in float32 (docs/concepts/exact.md)
 MARGIN = 2.0  # in other dtypes: the largest difference, relative to the error that TRL's own gradients have
 
 
-class Step(harness.Clock):
-    """Clock that also records how often the CPU waits for the GPU in the first step, until the optimizer's."""
-
+@dataclass
+class Step:
+    gradients: dict[str, torch.Tensor]
     costs: str
     figures: dict[str, float]
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 0:
-            self.counting = harness.begin_counting()
-        super().on_step_begin(args, state, control)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 0:
-            _, self.waits = harness.counted(self.counting)
-        super().on_pre_optimizer_step(args, state, control, **kwargs)
 
 
 def make_step(kind: type[GRPOTrainer], model: ModelConfig, script: harness.Scripted, *, bf16: bool) -> Step:
@@ -55,13 +44,12 @@ def make_step(kind: type[GRPOTrainer], model: ModelConfig, script: harness.Scrip
         adapter.lora_dropout = 0.0  # every pass would draw other zeros
     gc.collect()  # the trainer before this one would take memory
     torch.manual_seed(0)
-    step = Step()
+    clock = harness.Clock(profiled=0)
     settings = {
         "max_steps": 2,
         "logging_strategy": "steps",
         "logging_steps": 1,
         "bf16": bf16,
-        "trust_remote_code": model.trust_remote_code,
         "model_init_kwargs": {
             "revision": model.model_revision,
             "dtype": model.dtype,
@@ -69,16 +57,15 @@ def make_step(kind: type[GRPOTrainer], model: ModelConfig, script: harness.Scrip
             "quantization_config": get_quantization_config(model),
         },
     }
-    others = {"processing_class": None, "peft_config": adapter, "callbacks": [step]}
+    others = {"processing_class": None, "peft_config": adapter, "callbacks": [clock]}
     trainer = harness.scripted_trainer(kind, model.model_name_or_path, script, settings, **others)
     if harness.ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    step.costs = f"{step.seconds[-1]:.2f} s"
+    costs = f"{clock.seconds[-1]:.2f} s"
     if harness.ON_GPU:
-        step.costs += f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB, {step.waits} waits for the GPU"
-    step.figures = trainer.state.log_history[1]
-    return step
+        costs += f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB, {clock.waits} waits for the GPU"
+    return Step(clock.gradients, costs, trainer.state.log_history[1])
 
 
 def compare(model: ModelConfig, script: harness.Scripted, trainer: type[GRPOTrainer]) -> str:

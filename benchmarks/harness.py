@@ -110,15 +110,20 @@ class Clock(TrainerCallback):
 
     Args:
         compares: False = do not record gradients.
+        profiled: the step whose kernel launches and waits for the GPU are counted, as `launches` and `waits`.
     """
 
-    def __init__(self, compares: bool = True) -> None:
+    def __init__(self, compares: bool = True, profiled: int | None = None) -> None:
         self.compares = compares
+        self.profiled = profiled
         self.seconds: list[float] = []
         self.ends: list[float] = []
         self.gradients: dict[str, torch.Tensor] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.profiled:
+            self.counting = profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU])
+            self.counting.start()
         self.started = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -127,6 +132,12 @@ class Clock(TrainerCallback):
             self.gradients = {name: one.float().cpu() for name, one in grads.items() if one is not None}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step - 1 == self.profiled:
+            self.counting.stop()
+            # Not `key_averages`, which takes longer than what it counts.
+            events = Counter(event.name() for event in self.counting.profiler.kineto_results.events())
+            self.launches = sum(count for name, count in events.items() if "LaunchKernel" in name)
+            self.waits = sum(events[name] for name in WAITS)
         if ON_GPU:
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
@@ -156,22 +167,6 @@ def against_trl(clocks: Mapping[str, Clock], *, skipped: int = 1) -> dict[str, f
     if clocks["trl"].gradients:
         found["rel_grad_diff"] = difference(clocks["trl"].gradients, clocks["dash"].gradients)
     return found
-
-
-def begin_counting() -> profile:
-    """Begins to count what a GPU is asked to do; `counted` ends it."""
-    counting = profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU])
-    counting.start()
-    return counting
-
-
-def counted(counting: Any) -> tuple[int, int]:
-    """Return the number of kernels that were launched, and how often the CPU waited for the GPU."""
-    counting.stop()
-    # Not `key_averages`, which takes longer than what it counts.
-    names = Counter(event.name() for event in counting.profiler.kineto_results.events())
-    launches = sum(count for name, count in names.items() if "LaunchKernel" in name)
-    return launches, sum(names[name] for name in WAITS)
 
 
 # ------------------------------------------------------------------------------------------------ trainers

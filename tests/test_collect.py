@@ -1,14 +1,16 @@
 """What `collect` does in place of TRL's sampling method, against what a plain `GRPOTrainer` returns and logs."""
 
+import itertools
 import math
 import re
 from types import SimpleNamespace
 
 import numpy
+import pandas
 import torch
 from trl import GRPOTrainer
 
-from dash_trl import DASHTrainer
+from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.collect import length_figures, reward_figures
 from dash_trl.seams import decoded, sync_weights
 from tests.tiny import assistant, prompts, refusal, said, tiny_tokenizer, user
@@ -39,6 +41,19 @@ def test_a_column_with_a_value_for_some_rows_only(train):
     train(**settings)
     said = refusal(train, log_completions=True, **settings)
     assert re.search(r"log_extra\('note'\) got 1 values for 16 completions", said)
+
+
+def test_a_text_note_of_some_rows_is_a_column_since_then(train, tmp_path):
+    calls = itertools.count()
+
+    def graded(completion):
+        number = next(calls)
+        return float(number % 2), ({"why": "odd"} if number in range(16, 20) else {})
+
+    train(reward=RewardRunner(graded), log_completions=True, max_steps=3, logging_steps=1)
+    tables = [pandas.read_parquet(file) for file in sorted(tmp_path.glob("completions/*"))]
+    assert "graded/why" not in tables[0]
+    assert [sorted(table["graded/why"]) for table in tables[1:]] == [[""] * 12 + ["odd"] * 4, [""] * 16]
 
 
 def test_the_last_window_s_completions_are_written_once(train, tmp_path, capsys):

@@ -134,10 +134,13 @@ def test_a_signal_ends_the_launcher_and_the_script(tmp_path, config, send, numbe
 # -------------------------------------------------------------------------------------------------------- the doctor
 
 
-def test_the_report_and_the_exit_code(monkeypatch, capsys):
-    assert command.main(["doctor"]) == 0
+def test_the_report_and_the_exit_code(tiny_model, monkeypatch, capsys):
+    assert command.main(["doctor", tiny_model]) == 0
     printed = capsys.readouterr().out
     assert "yes  training" in printed and f"{torch.__version__} torch" in printed
+    assert f"yes  passes of {tiny_model}: Qwen2ForCausalLM, " in printed and ", without padding" in printed
+    assert command.main(["doctor", "no/model"]) == 0
+    assert "no   passes of no/model: " in capsys.readouterr().out
     assert not bounds()["transformers"].contains("6")
     monkeypatch.setattr("dash_trl.doctor.bounds", lambda: {"trl": SpecifierSet("<1")})
 

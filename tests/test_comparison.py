@@ -1,11 +1,11 @@
 """`benchmarks/compare_update.py`: an update is TRL's, and planted faults are found."""
 
+import math
 import os
 import sys
 from unittest import mock
 
 import pytest
-import torch
 
 from dash_trl import DASHTrainer
 from tests.launching import ROOT
@@ -25,9 +25,16 @@ class TokenMasked(DASHTrainer):
 
 
 class GradientDropped(DASHTrainer):
+    factor = 0.0
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        next(one for name, one in self.model.named_parameters() if "q_proj" in name).register_hook(torch.zeros_like)
+        weight = next(one for name, one in self.model.named_parameters() if "q_proj" in name)
+        weight.register_hook(lambda gradient: gradient * self.factor)
+
+
+class GradientLost(GradientDropped):
+    factor = math.nan
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,7 @@ def test_an_update_is_trls(tiny_model, options):
     assert "without padding; shared prompts left out" in report
 
 
-@pytest.mark.parametrize("trainer", [TokenMasked, GradientDropped])
+@pytest.mark.parametrize("trainer", [TokenMasked, GradientDropped, GradientLost])
 def test_a_fault_is_found(tiny_model, trainer):
     for dtype in ("float32", "bfloat16"):
         refused("the update is not TRL's", compare_update.main, [tiny_model, *OPTIONS, "--dtype", dtype], trainer)

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from dash_trl.evaluation import main, open_sampler
-from dash_trl.sampling import ServerGeneration, WeightMismatch
+from dash_trl.sampling import FileWeights, ServerGeneration, WeightMismatch
 from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.server_key import key_header
 from dash_trl.toy import arithmetic_dataset
@@ -179,6 +179,13 @@ def sampled_difference(pool: ServerGeneration, model) -> float:
     return largest_difference(model, rows, completions, log_probs)
 
 
+def begin_with_its_model(pool: ServerGeneration) -> None:
+    """Gives the servers the pool's model, as if they had been started with it, so that an adapter may follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileWeights, "kind", "adapter")
+        pool.sync_weights()
+
+
 def change(model, seed: int, part: str = "") -> None:
     """Changes all parameters, or those with a part in their names, so much that it would be noticed."""
     generator = torch.Generator().manual_seed(seed)
@@ -306,7 +313,7 @@ def test_sampled_log_probs_are_those_of_the_truncated_distribution(model, pool, 
 
 def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, pool, tmp_path):
     config = {"r": 8, "use_rslora": True, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 3]}
-    pool.sync_weights()
+    begin_with_its_model(pool)
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(lora_alpha=12, **config))
     own = make_pool(vllm_servers.urls, adapted, tmp_path)
     own.sync_weights()  # with its proof, of B matrices that are zero
@@ -320,10 +327,12 @@ def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, p
     assert {file.name for file in sent} == {"adapter_config.json", "adapter_model.safetensors"}
 
     change(model, 6)
-    pool.sync_weights()  # the servers have another model now, for which nobody trained this adapter
-    refused("was given weights by another run", own.sync_weights, error=WeightMismatch)
-    later = make_pool(vllm_servers.urls, adapted, tmp_path / "later")
-    refused("does not compute with the weights that it was given", later.sync_weights, error=WeightMismatch)
+    begin_with_its_model(pool)  # a model for which nobody trained this adapter
+    other = make_pool(vllm_servers.urls, adapted, tmp_path / "other")
+    refused("does not compute with the weights that it was given", other.sync_weights, error=WeightMismatch)
+    pool.sync_weights()
+    for run in (own, make_pool(vllm_servers.urls, adapted, tmp_path / "later")):
+        refused("was given a whole model by another run", run.sync_weights, error=WeightMismatch)
 
     # What PEFT trains whole goes merged: under the names of the base model, without the copies of TRL's reference.
     config = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "down_proj"]}
@@ -428,7 +437,7 @@ def within_bound(windows: list[dict[str, Any]], level: int) -> bool:
 def launched(vllm_servers, checkpoints, trained, proven, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """Scenario of `vllm_run.py` → what each rank saw. The first server is dead afterwards."""
     trained.load_state_dict(load(checkpoints["own"]).state_dict())
-    proven.sync_weights()  # the first scenario trains an adapter of this model
+    begin_with_its_model(proven)
     where = [checkpoints["own"], checkpoints["adapter"], tmp_path_factory.mktemp("launched")]
     where += [",".join(vllm_servers.urls), vllm_servers.group(0), vllm_servers.hold]
     done = subprocess.run(
@@ -472,5 +481,5 @@ def test_fsdp2_and_zero3_on_two_ranks(launched, vllm_servers):
 def test_vllm_without_servers(launched, by_transformers):
     """vLLM that an evaluation starts; training in TRL's own mode, whose model is in bfloat16."""
     (rank,) = launched["evaluation"]
-    assert rank["greedy"] == by_transformers["adapter"]
+    assert rank["adapter"] == by_transformers["adapter"] and rank["whole"] == by_transformers["own"]
     check_two_steps(launched["colocate"], 1, 0.01)

@@ -62,7 +62,7 @@ def test_weights_have_another_version_after_each_change(dtype):
 
 
 class Large(torch.Tensor):
-    """A small tensor that claims to be of 2 GiB, half of a file and more than a broadcast."""
+    """A small tensor that claims to be of 2 GiB, half of a file."""
 
     nbytes = 2 << 30
 

@@ -241,8 +241,11 @@ class Colocated(DASHTrainer, UsesVLLM):
 
 def in_process(place: Place) -> None:
     """vLLM that an evaluation starts, and vLLM within the process of a training."""
-    with open_sampler(place.adapter, use_vllm=True) as sampler:
-        say("evaluation", {"greedy": greedy(sampler)})
+    drawn = {}
+    for name, path in {"whole": place.model, "adapter": place.adapter}.items():
+        with open_sampler(path, use_vllm=True) as sampler:
+            drawn[name] = greedy(sampler)
+    say("evaluation", drawn)
     vllm = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "in_process": True}
     say("colocate", two_steps(place.model, place.output, Colocated, **vllm)[1])
 
@@ -258,7 +261,7 @@ FSDP2 = {
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
 SCENARIOS = {  # → ranks, environment
-    zero3_adapter: (2, ZERO3),  # first: the servers have the model of the adapter
+    zero3_adapter: (2, ZERO3),  # first: the servers were given no other model
     fsdp2: (2, FSDP2),
     killed: (2, {"ACCELERATE_USE_CPU": "true"}),
     resumed: (2, {"ACCELERATE_USE_CPU": "true"}),
