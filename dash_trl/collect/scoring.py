@@ -9,6 +9,7 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class Rewards:
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
         start_early: True = start the functions on rows as soon as these are sampled, if every function scores each
             completion by itself. Rewards of environments are known when a row ends, so they do not matter here.
-        started: the request of the rows that `of_all` gets next. `None`: `of_all` starts the functions.
+        started: the request of the rows that `of_all` gets next. `None`: `of_all` starts or calls the functions.
     """
 
     host: Host
@@ -193,8 +194,9 @@ class Rewards:
         request = self.started
         self.started = None
         with self.host.recorder.timed("reward", counts=training):
-            request = request or self._started(rows)
-            with request.answering():
+            if request is None and self._own:
+                request = self._started(rows)
+            with nullcontext() if request is None else request.answering():
                 rewards = call_functions(*rows)
         self._ranks.agree(raise_reward_error, self.functions)
         rewards = self._failures.unscore(rewards, self._ranks.gather, counts=training)
