@@ -160,12 +160,14 @@ class Backend:
     ):
         self._count = count
         self._distance = 1 / rate_limit if rate_limit else 0.0
-        self._make = retry(
-            stop=stop_after_attempt(1 + retries),
-            wait=wait_random_exponential(max=LONGEST_PAUSE),
-            retry=retry_if_exception_type(retry_on),
-            reraise=True,
-        )(self._attempt)
+        self._make: Callable[[Call], Awaitable[Any]] = self._attempt
+        if retry_on:  # tenacity takes as long as the rest of a short call
+            self._make = retry(
+                stop=stop_after_attempt(1 + retries),
+                wait=wait_random_exponential(max=LONGEST_PAUSE),
+                retry=retry_if_exception_type(retry_on),
+                reraise=True,
+            )(self._attempt)
         self._lock = threading.Lock()
         self._loop: EventLoop | None = None
 
