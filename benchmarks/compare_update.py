@@ -36,17 +36,19 @@ class Step:
 
 
 def make_step(kind: type[GRPOTrainer], model: ModelConfig, script: harness.Scripted, *, bf16: bool) -> Step:
-    """Makes two equal optimizer steps of a trainer class, with random weights of the adapter."""
+    """Makes three equal optimizer steps of a trainer class, with random weights of the adapter."""
     adapter = get_peft_config(model)
     if adapter is not None:
-        adapter = without_towers(adapter, model.model_name_or_path, {})  # for TRL, too: the same weights are drawn
+        revision = {"revision": model.model_revision}
+        # For TRL, too: the same weights are drawn.
+        adapter = without_towers(adapter, model.model_name_or_path, revision)
         adapter.init_lora_weights = False  # with B = 0, A would have no gradient
         adapter.lora_dropout = 0.0  # every pass would draw other zeros
     gc.collect()  # the trainer before this one would take memory
     torch.manual_seed(0)
-    clock = harness.Clock(profiled=0)
+    clock = harness.Clock(profiled=1 if harness.ON_GPU else None)
     settings = {
-        "max_steps": 2,
+        "max_steps": 3,
         "logging_strategy": "steps",
         "logging_steps": 1,
         "bf16": bf16,

@@ -132,12 +132,13 @@ class Clock(TrainerCallback):
             self.gradients = {name: one.float().cpu() for name, one in grads.items() if one is not None}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step - 1 == self.profiled:
+        if state.global_step - 1 == self.profiled:  # takes longer, so its seconds are not recorded
             self.counting.stop()
             # Not `key_averages`, which takes longer than what it counts.
             events = Counter(event.name() for event in self.counting.profiler.kineto_results.events())
             self.launches = sum(count for name, count in events.items() if "LaunchKernel" in name)
             self.waits = sum(events[name] for name in WAITS)
+            return
         if ON_GPU:
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())

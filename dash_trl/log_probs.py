@@ -187,7 +187,7 @@ class LogProbs:
         passes = []
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
             for steps in shares:
-                own, share = part.where(needed & part.used_by(steps, shares[-1].stop), self._ranks.rank)
+                own, share = part.of_steps(steps, shares[-1].stop, self._ranks.rank, needed)
                 for rows, inputs in self._micro_batches.without_gradient(share):
                     on_device = {name: to_device(value, args.device) for name, value in inputs.items()}
                     results = [
@@ -206,7 +206,7 @@ class LogProbs:
         rows = (lengths[:, COMPLETION] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
         width = int(of_all[..., [PROMPT, COMPLETION]].amax(dim=1).sum(dim=1).max())
-        return rows, Part(rollouts.survivors(rows), of_all, width, of_all[..., LOSS].sum(), by_group)
+        return rows, Part(rollouts.rows(rows), of_all, width, of_all[..., LOSS].sum(), by_group)
 
 
 class CorrectionInPass:

@@ -11,7 +11,7 @@ import torch
 from dash_trl.host import Host
 from dash_trl.monitoring import packing_metrics
 from dash_trl.rollout import COMPLETION, Part
-from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_share, regularizer_weight
+from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_share
 
 Inputs = dict[str, Any]  # the inputs of a model pass
 
@@ -82,7 +82,9 @@ class MicroBatches:
                     tokens=tokens,
                     share=share,
                 ),
-                "regularizer_scale": regularizer_weight(tokens, share),
+                # Of the entropy bonus and the router loss, before the mean over micro-steps and ranks. TRL has 1 in
+                # each micro-batch, and these have the same sum. They count survivors only, so filtering changes them.
+                "regularizer_scale": tokens * share.passes / max(share.kept_tokens, 1),
                 "num_items_in_batch": part.num_items_in_batch,
                 "pass": one,
             }

@@ -69,8 +69,7 @@ class MicroSteps:
         if (window := self._window.whole) is not None:
             steps = self._host.args.steps_per_generation
             first = share.start % steps
-            used = window.used_by(range(first, first + len(share)), steps)
-            parts = [window.where(used, self._host.ranks.rank)[1]]
+            parts = [window.of_steps(range(first, first + len(share)), steps, self._host.ranks.rank)[1]]
         for part in parts:
             passes = self.schedule.plan(micro_step, part)
             yield from self._micro_batches.with_gradient(part, passes)

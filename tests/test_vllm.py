@@ -325,6 +325,10 @@ def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, p
             assert sampled_difference(own, adapted) > 0.1
     sent = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert {file.name for file in sent} == {"adapter_config.json", "adapter_model.safetensors"}
+    base = next(one for one in adapted.parameters() if not one.requires_grad).data
+    base.neg_()
+    refused("The weights of the adapter's base model have changed", own.sync_weights)
+    base.neg_()
 
     change(model, 6)
     begin_with_its_model(pool)  # a model for which nobody trained this adapter

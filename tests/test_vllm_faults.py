@@ -145,6 +145,8 @@ def test_a_server_that_fails_to_load_weights_goes_on_sampling(fakes):
             error=PoolError,
         )
         assert fake.asked["/pause?mode=keep"] == fake.asked["/resume"] == 1, fault
+        # No tag of weights that are whole stays.
+        assert fake.tag == ("default" if fault == "/update_weight_version" else "tag.unfinished"), fault
 
 
 def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):

@@ -204,7 +204,7 @@ class Collector:
             self._recorder.log(self.dynamic.note(signal, len(batches)))
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
-        part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
+        part = Part(survivors, lengths, self._width(rollouts), num_items_in_batch=self._ranks.sum(num_items))
         part = self.log_probs.added(part, shares)
         self._log_whole(batches, rollouts, part.rollouts)
         return part
@@ -265,8 +265,8 @@ class Collector:
                 rollouts = replace(rollouts, tool_mask=rollouts.loss_mask * keep.unsqueeze(1))
                 size = self._args.num_generations
                 keep = keep.view(-1, size).any(dim=1).repeat_interleave(size)
-            kept = self._survivors(rollouts, keep, torch.arange(len(rollouts)))
-            part = Part(*kept, width, num_items, by_group, ends_step)
+            kept, lengths = self._survivors(rollouts, keep, torch.arange(len(rollouts)))
+            part = Part(kept, lengths, width, num_items_in_batch=num_items, by_group=by_group, ends_step=ends_step)
             if not by_group:  # otherwise the rows have their log-probs already
                 part = self.log_probs.added(part, shares)
             survivors.append(part.rollouts)
@@ -308,7 +308,7 @@ class Collector:
         # The number of completion tokens is 0 for dropped and for masked rows. So a masked row
         # (`mask_truncated_completions`) is no survivor, even if the filter keeps it (`gradient_filter_threshold=None`).
         survivors = order[lengths[:, COMPLETION] > 0]
-        return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
+        return rollouts.rows(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
 
     def _width(self, rollouts: RolloutBatch) -> int:
         return self._ranks.largest(int(rollouts.lengths()[:, [PROMPT, COMPLETION]].amax(dim=0).sum()))

@@ -56,19 +56,13 @@ class Sampler:
             new: generation batches that the sampler has not been given before, in the order of their numbers. `prompts`
                 is among them, unless an earlier call had it. The sampler may sample the others ahead.
         """
-        self._give_back()  # by now, the rewards of the last generation batch have come
-        sampled = self._sample(prompts, new)
-        self._take(prompts)
-        return sampled
+        raise NotImplementedError
 
     def _take(self, prompts: Prompts) -> None:
         """Keep the environments of a generation batch for its reward functions."""
         if self._conversations is not None:
             self._taken = self._rows.pop(prompts.number)
             self._conversations.score(self._taken)
-
-    def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        raise NotImplementedError
 
     def log(self) -> None:
         """Log figures of the sampler, once per window."""
@@ -81,7 +75,7 @@ class Sampler:
         self._give_back()
 
     def _give_back(self) -> None:
-        """Let other rows use the environments of the rows that reward functions used."""
+        """Let other rows use the environments of the last generation batch, whose rewards have come by now."""
         if self._conversations is not None:
             self._conversations.give_back(self._taken)
         self._taken = []
@@ -124,7 +118,7 @@ class Sampler:
 class ByFunction(Sampler):
     """Samples with a user's `rollout_func`. It samples no window ahead."""
 
-    def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         with self._timed("generate"):
             sync_weights(self._host)  # TRL, too, sends the weights before it calls a `rollout_func`
             columns = dict(self._host.rollout_func(deepcopy(prompts.prompts), self._host))
@@ -154,7 +148,8 @@ class InProcess(Sampler):
         self._log_probs = log_probs
         self._ahead: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
-    def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
+        self._give_back()
         for one in new:  # `prompts` first, whose rewards are computed while the others are sampled
             versions = torch.full((len(one.examples), 2), self._host.state.global_step)
             with self._timed("generate"):
@@ -170,6 +165,7 @@ class InProcess(Sampler):
                 sampled = replace(sampled, log_probs=self._log_probs.of_policy(rollouts))
             self._rewards.start(one, 0, sampled)
             self._ahead[one.number] = sampled
+        self._take(prompts)
         return self._ahead.pop(prompts.number)
 
     def forget(self) -> None:

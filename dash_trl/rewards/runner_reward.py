@@ -45,9 +45,14 @@ class Request:
         self._error: BaseException | None = None
 
     def start(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Start all functions on adjacent rows, see `RewardRunner.submit`, from the index `first` on; do not wait."""
+        """Start all functions on adjacent rows, see `RewardRunner.submit`, from the index `first` on; do not wait.
+
+        When a call ends, on any thread, its outcome is stored; `cancel` cancels it.
+        """
         for one in self.by_function:
-            one.start(self, first, rows)
+            for row, call in enumerate(one.start(rows), first):
+                self._calls.append(call)
+                call.add_done_callback(partial(self._put, one, row))
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -73,11 +78,6 @@ class Request:
 
     def rows_of(self, group: int) -> range:
         return self._rows[group * self._group_size : (group + 1) * self._group_size]
-
-    def add(self, function: RunnerReward, row: int, call: Future[Any]) -> None:
-        """Add the call of a function for a row. When it ends, on any thread, store its outcome; `cancel` cancels it."""
-        self._calls.append(call)
-        call.add_done_callback(partial(self._put, function, row))
 
     def _put(self, function: RunnerReward, row: int, call: Future[Any]) -> None:
         group = row // self._group_size
@@ -140,19 +140,19 @@ class RunnerReward(WatchedReward):
 
     # ------------------------------------------------------------------------------------------------ calls
 
-    def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Start the function on rows of a request from the index `first` on."""
+    def start(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Future[Any]]:
+        """Start the function on each row, and yield its call."""
         kind = "asyncio" if self.form.asynchronous else "thread"
         backend = self.runner.backend_of(self.runner.backend or kind, self.form.max_concurrency)
-        for row, known in enumerate(rows, first):
+        for row in rows:
             try:
-                arguments = self.form.arguments(known)
+                arguments = self.form.arguments(row)
             except ValueError as error:  # this row lacks a column that the function requires
                 call = Future[Any]()
                 call.set_exception(error)
             else:
                 call = backend.submit(self.score, arguments, timeout=self.runner.timeout)
-            request.add(self, row, call)
+            yield call
 
     # --------------------------------------------------------------------------------------------- for TRL
 

@@ -104,10 +104,6 @@ class RolloutBatch:
         chosen |= {name: [values[row] for row in rows.tolist()] for name, values in lists.items() if values}
         return replace(self, **chosen)
 
-    def survivors(self, rows: Tensor) -> Self:
-        """Return the rows at these indices without texts, because optimizer steps need none."""
-        return replace(self.rows(rows), examples=[], completions=[])
-
     def tensors(self) -> dict[str, Any]:
         """Return the tensor fields that are set, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -47,24 +47,20 @@ class Part:
     ends_step: bool = True
     rescale: float = 1.0
 
-    def used_by(self, steps: range, count: int) -> Tensor:
-        """Return which columns of `lengths` some micro-steps use, [M] bool.
+    def of_steps(self, steps: range, count: int, rank: int, needed: Tensor | None = None) -> tuple[Tensor, Self]:
+        """Return the rows that some micro-steps use: their indices in `rollouts` of this rank, and a part.
 
         Args:
             steps: the micro-steps, counted from the first of the window.
+            count: number of micro-steps of the window.
+            needed: [R, M] bool, False = the row is left out, too. The lengths of rows that are left out are 0.
         """
         columns = self.lengths.shape[1]
         # Rows of a micro-step; more than usual if dynamic sampling has left one rank more than another.
         step = torch.arange(columns) // max(-(-columns // count), 1)
-        return (step >= steps.start) & (step < steps.stop)
-
-    def where(self, keep: Tensor, rank: int) -> tuple[Tensor, Self]:
-        """Return the indices in `rollouts` of this rank's kept rows, and the part with the kept rows only.
-
-        Args:
-            keep: [R, M] or [M] bool, False = the row is left out; its lengths are then 0.
-        """
-        keep = keep.expand(self.lengths.shape[:2])
+        keep = ((step >= steps.start) & (step < steps.stop)).expand(self.lengths.shape[:2])
+        if needed is not None:
+            keep = keep & needed
         survivors = self.lengths[rank, :, COMPLETION] > 0
         rows = keep[rank][survivors].nonzero().squeeze(1)
         return rows, replace(self, rollouts=self.rollouts.rows(rows), lengths=self.lengths * keep.unsqueeze(2))

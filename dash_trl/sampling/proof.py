@@ -96,8 +96,9 @@ def scaled_by(module: nn.Module) -> tuple[str, ...]:
     """Return the names of those parameters of a module itself that its output is proportional to."""
     if isinstance(module, nn.Linear | nn.Embedding):
         return "weight", "bias"
-    # The experts of a layer, whose weights are stacked.
-    return ("down_proj", "down_proj_bias") if "down_proj" in dict(module.named_parameters(recurse=False)) else ()
+    # The experts of a layer, whose weights are stacked. Zero experts have no weights, but an output.
+    are_experts = isinstance(getattr(module, "down_proj", None), nn.Parameter)
+    return ("down_proj", "down_proj_bias") if are_experts and not getattr(module, "zero_expert_num", 0) else ()
 
 
 def is_adapter(module: object) -> bool:

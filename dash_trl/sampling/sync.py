@@ -149,13 +149,13 @@ class WeightSync:
 
 
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path | None) -> None:
-    """Make all servers sample from a model. A server that restarts gets the weights again.
+    """Make all servers sample from a model.
 
     Args:
         model: the model on any device, in the servers' dtype (`check_servers`).
         vocabulary: number of token ids of the tokenizer.
-        weight_dir: folder for the weights; servers see it under the same path. `None`: they have been started with the
-            model, so their log-probs are only compared.
+        weight_dir: folder for the weights; servers see it under the same path. A server that restarts gets them again.
+            `None`: they have been started with the model, so their log-probs are only compared.
 
     Raises:
         WeightMismatch: if a server computes with other weights.

@@ -33,6 +33,7 @@ from dash_trl.sampling.weights import (
     FileWeights,
     NamedTensors,
     obstacle,
+    weights_version,
 )
 from dash_trl.update import NO_LOG_PROB
 
@@ -193,8 +194,9 @@ class ServerGeneration(ExactMerges):
             perturbation = ScaledLayers(self.model, self._plain_name)
         else:
             self.pool.use_adapter()
+            self._base = self._base_version()
             weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[TRAINED])
-            gather = self._adapter_parameters
+            gather = self._gather_adapter
             perturbation = ShiftedAdapter(self.model)
         return WeightSync(
             self.pool,
@@ -224,6 +226,18 @@ class ServerGeneration(ExactMerges):
                 "max_completion_length, or start the servers with a larger --max-model-len."
             )
         return served
+
+    def _gather_adapter(self) -> NamedTensors:
+        """Iterate over the adapter's unsharded matrices."""
+        if self._base != self._base_version():
+            raise ValueError(
+                "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start "
+                "them without --enable-lora, so that they get the merged weights."
+            )
+        return self._adapter_parameters()
+
+    def _base_version(self) -> list[int]:
+        return weights_version(one for one in self.model.parameters() if not one.requires_grad)
 
     def _adapter_parameters(self) -> NamedTensors:
         """Yield the adapter's unsharded matrices. This is a collective under ZeRO-3."""

@@ -173,6 +173,7 @@ class VLLMServer:
         """`async with` block that loads weights, while requests wait. At its end, the server has the tag."""
         await self._request("POST", "/pause", params={"mode": "keep"}, timeout=CONTROL_SECONDS)
         try:
+            await self._set_tag(f"{tag}.unfinished")  # the old tag would hold for weights that are loaded in part
             yield
             # The prefix cache holds prefixes of the old weights. Without the first option, paused requests hold KV
             # cache, and the reset fails. The second one empties the cache of `--kv-offloading-size`.
@@ -180,9 +181,12 @@ class VLLMServer:
             path = "/reset_prefix_cache"
             if not await self._request("POST", path, "success", params=options, timeout=CONTROL_SECONDS):
                 raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
-            await self._request("POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS)
+            await self._set_tag(tag)
         finally:
             await self.resume()
+
+    async def _set_tag(self, tag: str) -> None:
+        await self._request("POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS)
 
     async def _rpc(self, method: str, **kwargs: str) -> Any:
         return await self._request("POST", "/collective_rpc", "results", json={"method": method, "kwargs": kwargs})

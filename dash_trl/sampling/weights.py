@@ -179,7 +179,8 @@ class AdapterWeights(FileWeights):
 
 def changes_base(adapter: Any) -> bool:
     """Return whether the initialisation of an adapter (its configuration, or `None`) has changed the base model."""
-    return str(getattr(adapter, "init_lora_weights", "")).lower().startswith(CHANGES_BASE)
+    name = str(getattr(adapter, "init_lora_weights", "")).lower()
+    return name.startswith(CHANGES_BASE) or getattr(adapter, "kasa_config", None) is not None
 
 
 def obstacle(model: Any, most: int) -> str | None:

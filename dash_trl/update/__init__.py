@@ -26,7 +26,6 @@ from dash_trl.update.losses import (
     aipo,
     importance_sampling_ratio,
     loss_scale,
-    regularizer_weight,
     unknown_log_probs,
     with_token_loss,
 )

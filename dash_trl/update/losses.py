@@ -184,17 +184,3 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, shar
     if loss_type in TOKEN_MEAN_LOSSES:
         return tokens * share.passes / max(divisor_tokens, 1)
     return max(share.all_tokens, 1) / max(divisor_tokens, 1)
-
-
-def regularizer_weight(tokens: int, share: Share) -> float:
-    """Return the weight of the regularizers (entropy bonus, router loss) in a pass: tokens · passes / kept_tokens.
-
-    The weight applies before the mean over micro-steps and ranks. TRL has the weight 1 in each of `share.passes`
-    micro-batches; the weights of a share have the same sum. With filtering, the regularizers are approximate: they are
-    averaged over survivors only, and a router loss is not linear in the batch.
-
-    Args:
-        tokens: loss tokens of the pass on this rank; 0 for dummy rows.
-        share: the counts of the share, over all ranks.
-    """
-    return tokens * share.passes / max(share.kept_tokens, 1)
