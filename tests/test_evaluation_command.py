@@ -100,7 +100,7 @@ def test_toy_as_a_command(toy, capsys):
     assert all(right) and 0.2 < figures["accuracy"] < 0.7 and figures["failed"] == 0
     assert figures["accuracy"] == sum(sample["reward"] for _, sample in samples) / 64
     printed = capsys.readouterr().out
-    assert re.search(r"^toy +(\S+) ", printed, re.M)[1] == f"{100 * figures['accuracy']:.1f}"
+    assert re.search(r"^ *toy +(\S+) ", printed, re.M)[1] == f"{100 * figures['accuracy']:.1f}"
     assert "first prompt:" in printed and rows[0]["prompt"][0]["content"] in printed
     assert "outputs-toy − toy, paired by problem: accuracy +0.0 [all equal]" in printed
     assert Path("out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
