@@ -110,7 +110,8 @@ class Clock(TrainerCallback):
 
     Args:
         compares: False = do not record gradients.
-        profiled: the step whose kernel launches and waits for the GPU are counted, as `launches` and `waits`.
+        profiled: the step whose kernel launches and waits for the GPU are counted, as `launches` and `waits`. Its
+            seconds are not recorded.
     """
 
     def __init__(self, compares: bool = True, profiled: int | None = None) -> None:
@@ -132,7 +133,7 @@ class Clock(TrainerCallback):
             self.gradients = {name: one.float().cpu() for name, one in grads.items() if one is not None}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step - 1 == self.profiled:  # takes longer, so its seconds are not recorded
+        if state.global_step - 1 == self.profiled:
             self.counting.stop()
             # Not `key_averages`, which takes longer than what it counts.
             events = Counter(event.name() for event in self.counting.profiler.kineto_results.events())

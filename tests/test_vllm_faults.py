@@ -145,7 +145,7 @@ def test_a_server_that_fails_to_load_weights_goes_on_sampling(fakes):
             error=PoolError,
         )
         assert fake.asked["/pause?mode=keep"] == fake.asked["/resume"] == 1, fault
-        # No tag of weights that are whole stays.
+        # Weights that are loaded in part have neither the old tag nor the new one.
         assert fake.tag == ("default" if fault == "/update_weight_version" else "tag.unfinished"), fault
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from peft.tuners.lora.config import KasaConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -206,6 +207,7 @@ ADAPTERS = [
     ({"use_dora": True}, ROOM, "use_dora"),
     ({"init_lora_weights": "pissa"}, ROOM, "init_lora_weights='pissa' has changed its base model"),
     ({"init_lora_weights": "OLoRA"}, ROOM, "init_lora_weights='OLoRA' has changed its base model"),
+    ({"kasa_config": KasaConfig()}, ROOM, "kasa_config has changed its base model"),
     ({"bias": "lora_only"}, ROOM, "an adapter with bias"),
     ({"modules_to_save": ["lm_head"]}, ROOM, "modules_to_save"),
 ]

@@ -34,16 +34,16 @@ def check_model(model: PreTrainedModel | str, args: DASHConfig, peft_config: obj
             f"peft_config={type(adapter).__name__}: virtual tokens cannot be trained here. Padding lies between them "
             "and the prompt, so the width of a pass would change its result. Use another adapter, such as LoraConfig."
         )
-    init = getattr(adapter, "init_lora_weights", None)
+    option = changes_base(adapter)
     bias = getattr(adapter, "bias", "none")
     beta = getattr(args, "beta", 0)
     best = args.load_best_model_at_end
-    if beta and (changes_base(adapter) or bias != "none" or given is not default) or others and (beta or best):
+    if beta and (option or bias != "none" or given is not default) or others and (beta or best):
         raise ValueError(
             f"A beta above 0 needs a reference (beta={beta}): the base model or a copy of the model's own adapter "
-            f"'default'; load_best_model_at_end={best} loads no other adapter. This adapter has "
-            f"another name, or changes the base model (init_lora_weights={init!r}, bias={bias!r}). Leave the option "
-            "out, or use a LoraConfig without these two and a PeftModel without adapter_name."
+            f"'default'; load_best_model_at_end={best} loads no other adapter. This adapter has another name, or "
+            f"changes the base model ({option or 'not by an option'}, bias={bias!r}). Leave the option out, or use a "
+            "LoraConfig without these two and a PeftModel without adapter_name."
         )
     if isinstance(model, str):
         settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}

@@ -177,10 +177,15 @@ class AdapterWeights(FileWeights):
         await server.load_adapter(snapshot.path, snapshot.tag)
 
 
-def changes_base(adapter: Any) -> bool:
-    """Return whether the initialisation of an adapter (its configuration, or `None`) has changed the base model."""
-    name = str(getattr(adapter, "init_lora_weights", "")).lower()
-    return name.startswith(CHANGES_BASE) or getattr(adapter, "kasa_config", None) is not None
+def changes_base(adapter: Any) -> str | None:
+    """Return the option of an adapter (its configuration, or `None`) whose initialisation has changed the base model.
+
+    `None`: none has.
+    """
+    init = getattr(adapter, "init_lora_weights", None)
+    if getattr(adapter, "kasa_config", None) is not None:
+        return "kasa_config"
+    return f"init_lora_weights={init!r}" if str(init).lower().startswith(CHANGES_BASE) else None
 
 
 def obstacle(model: Any, most: int) -> str | None:
@@ -194,8 +199,8 @@ def obstacle(model: Any, most: int) -> str | None:
     adapter = model.peft_config[TRAINED]
     if adapter.peft_type != "LORA":
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
-    if changes_base(adapter):
-        return f"init_lora_weights={adapter.init_lora_weights!r} has changed its base model"
+    if option := changes_base(adapter):
+        return f"{option} has changed its base model"
     if getattr(model.get_base_model(), "hf_quantizer", None):
         return "the weights of its base model are quantised here"
     if given := [name for name in UNSERVED if getattr(adapter, name, None) not in (None, "none", False, [], {})]:
